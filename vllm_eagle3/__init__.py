@@ -1,0 +1,3 @@
+"""EAGLE-3 speculative decoding for stock vLLM: serve, train, measure."""
+
+__version__ = "0.1.0"
