@@ -9,6 +9,7 @@ their ids are one lower; `from_output_ids` is the only place that converts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 
 def default_tap_ids(num_layers: int) -> tuple[int, ...]:
@@ -42,7 +43,7 @@ def check_tap_ids(tap_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
             f"taps: got {list(ids)} for a target of {num_layers} layers, {remedy}; "
             "the head was made for another target"
         )
-    if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+    if any(b <= a for a, b in pairwise(ids)):
         raise ValueError(
             f"taps: got {list(ids)}, {remedy}; vLLM drops repeats and sorts ids, "
             "so the head would read other features than it was trained on"
