@@ -1,0 +1,75 @@
+"""The commands `bench` and `demo`: check, run, write, show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from vllm_eagle3.bench.methods import AUTO_NUM_TOKENS
+from vllm_eagle3.bench.plan import BenchOptions, BenchPlan, make_plan
+from vllm_eagle3.bench.report import ProgressWatcher, results_table, verdict
+from vllm_eagle3.bench.results import Record, make_results, write_json
+from vllm_eagle3.bench.runs import run_bench
+
+DEMO_PROMPTS = Path(__file__).parents[1] / "prompt_sets" / "demo.jsonl"
+DEMO_METHODS = "off,chain:3,ours:auto"
+DEMO_TOKENS = 64
+_DEMO_FIELDS = (
+    *("tokens_per_s", "speed_up", "acceptance_length", "new_tokens", "seconds"),
+    *("prompts", "identical", "near_ties", "different"),
+)
+
+
+def run_bench_command(options: BenchOptions, engine: str, console: Console) -> Record:
+    """Measure, write `out`/results.json and print the table; returns the results.
+
+    Args:
+        engine: `module:class`, see `bench.worker`.
+
+    Raises:
+        ValueError: an option is wrong; nothing was started.
+        WorkerError: an engine failed.
+    """
+    plan = make_plan(options)
+    _announce(plan, console)
+    with ProgressWatcher(plan, console) as watcher:
+        runs = run_bench(plan, engine, watcher)
+    results = make_results(plan, runs)
+    write_json(options.out / "results.json", results)
+    console.print(results_table(results["runs"]))
+    console.print(verdict(results["runs"]), highlight=False)
+    return results
+
+
+def _announce(plan: BenchPlan, console: Console) -> None:
+    console.print(f"target {plan.target}", highlight=False)
+    if plan.head is not None:
+        console.print(f"head   {plan.head}", highlight=False)
+    if any(method.options.get("shape") == "auto" for method in plan.methods):
+        console.print(f"ours:auto stands for a chain of {AUTO_NUM_TOKENS} for now")
+
+
+def run_demo_command(
+    options: BenchOptions, out: Path, engine: str, console: Console
+) -> Record:
+    """The benchmark on the demo's prompts; writes `out` and returns its content.
+
+    The logs and results.json of the benchmark go to `options.out`.
+    """
+    options = replace(
+        options,
+        prompts=(str(DEMO_PROMPTS),),
+        methods=DEMO_METHODS,
+        max_tokens=DEMO_TOKENS,
+    )
+    results = run_bench_command(options, engine, console)
+    demo = {"methods": {r["method"]: _demo_record(r) for r in results["runs"]}}
+    write_json(out, demo)
+    console.print(f"written: {out}", highlight=False)
+    return demo
+
+
+def _demo_record(run: Record) -> Record:
+    return {name: run[name] for name in _DEMO_FIELDS if name in run}

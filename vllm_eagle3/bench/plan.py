@@ -1,0 +1,158 @@
+"""BenchPlan: what to measure, checked before any engine starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_eagle3.bench.methods import Method, parse_methods
+from vllm_eagle3.embedded import resolve_head, resolve_target
+from vllm_eagle3.engine import EngineMode, EngineSpec
+from vllm_eagle3.prompts import Prompt, first_turn_ids, read_prompt_files
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DTYPES = ("bfloat16", "float16", "float32")
+MAX_TEMPERATURE = 2.0
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of `vllm-eagle3 bench`, as typed."""
+
+    target: str
+    head: str | None
+    prompts: tuple[str, ...]
+    out: Path
+    methods: str = "off,chain:3,ours:auto"
+    limit: int | None = None
+    batch: str = "1"
+    temperature: float = 0.0
+    max_tokens: int = 96
+    repeats: int = 1
+    dtype: str = "bfloat16"
+    max_model_len: int = 2048
+    mode: EngineMode = field(default_factory=EngineMode)
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """Checked options: everything that the runs need, and nothing that can be wrong.
+
+    `prompt_ids` are the token ids of first turns in the target's chat template.
+    """
+
+    options: BenchOptions
+    target: Path
+    head: Path | None
+    methods: tuple[Method, ...]
+    batch_sizes: tuple[int, ...]
+    prompt_ids: tuple[tuple[int, ...], ...]
+
+    def engine_spec(self, method: Method) -> EngineSpec:
+        """The engine of a method."""
+        return EngineSpec(
+            target=str(self.target),
+            head=str(self.head) if method.speculates else None,
+            num_speculative_tokens=method.num_speculative_tokens,
+            dtype=self.options.dtype,
+            max_model_len=self.options.max_model_len,
+            max_num_seqs=max(self.batch_sizes),
+            mode=self.options.mode,
+            options=method.options,
+        )
+
+
+def make_plan(options: BenchOptions) -> BenchPlan:
+    """Check the options, read the prompts and make the output folder.
+
+    Raises:
+        ValueError: naming the option, what came, what is wanted.
+    """
+    methods = parse_methods(options.methods)
+    batch_sizes = _parse_batch_sizes(options.batch)
+    _check_numbers(options)
+    prompts = read_prompt_files(options.prompts, options.limit)
+    _make_writable(options.out)
+    head = None
+    if any(method.speculates for method in methods):
+        if options.head is None:
+            raise ValueError("head: got none, want one for every method but 'off'")
+        head = resolve_head(options.head)
+    target = resolve_target(options.target)
+    prompt_ids = tuple(tuple(ids) for ids in _tokenize(prompts, target))
+    plan = BenchPlan(options, target, head, methods, batch_sizes, prompt_ids)
+    _check_lengths(plan, prompts)
+    return plan
+
+
+def _parse_batch_sizes(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"batch: got {text!r}, want sizes of 1 or more, as in 1,4,16")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _check_numbers(options: BenchOptions) -> None:
+    # A NaN fails every comparison, so what is right is asked for.
+    if not 0.0 <= options.temperature <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"temperature: got {options.temperature}, want 0 (greedy) to "
+            f"{MAX_TEMPERATURE}"
+        )
+    for name in ("max_tokens", "repeats", "max_model_len"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}: got {getattr(options, name)}, want 1 or more")
+    if options.dtype not in DTYPES:
+        raise ValueError(f"dtype: got {options.dtype!r}, want one of {list(DTYPES)}")
+
+
+def _make_writable(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"out: cannot write to {out} ({error.strerror or error}); choose another "
+            "folder with --out DIR"
+        ) from error
+
+
+def _tokenize(prompts: Sequence[Prompt], target: Path) -> list[list[int]]:
+    # transformers logs and phones home as it likes; both are unwanted here.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(target))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"target: no tokenizer can be read from {target} ({error}); a model's "
+            "directory has tokenizer.json and tokenizer_config.json"
+        ) from error
+    return [first_turn_ids(prompt, tokenizer) for prompt in prompts]
+
+
+def _check_lengths(plan: BenchPlan, prompts: Sequence[Prompt]) -> None:
+    options = plan.options
+    config = json.loads((plan.target / "config.json").read_text(encoding="utf-8"))
+    most = config.get("max_position_embeddings", options.max_model_len)
+    if options.max_model_len > most:
+        raise ValueError(
+            f"max_model_len: got {options.max_model_len}, want at most {most} "
+            "(the target's max_position_embeddings)"
+        )
+    for prompt, ids in zip(prompts, plan.prompt_ids, strict=True):
+        needed = len(ids) + options.max_tokens
+        if needed > options.max_model_len:
+            raise ValueError(
+                f"{prompt.source}: {len(ids)} tokens and {options.max_tokens} new ones "
+                f"need a context of {needed}, got max_model_len "
+                f"{options.max_model_len}; raise it or leave the prompt out"
+            )

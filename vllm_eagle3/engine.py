@@ -1,0 +1,106 @@
+"""Engine: the little that training and benchmarks need of a serving engine.
+
+The only implementation is `vllm_eagle3.integration.engine.VllmEngine`; the command
+line hands it to those who need one, so that neither imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm_eagle3.acceptance import DraftCounts
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample; temperature 0 is greedy.
+
+    `top_logprobs` asks for that many of the largest log-probabilities per new token.
+    """
+
+    temperature: float = 0.0
+    max_tokens: int = 96
+    top_p: float = 1.0
+    seed: int | None = None
+    ignore_eos: bool = False
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """New tokens of one prompt.
+
+    `top_logprobs` holds one map per new token, token id -> log-probability in nats,
+    and always includes the token that was chosen; None when not asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    top_logprobs: tuple[dict[int, float], ...] | None = None
+
+
+@dataclass(frozen=True)
+class EngineMode:
+    """How an engine runs, apart from what it computes.
+
+    Args:
+        enforce_eager: run the model without torch.compile.
+        separate_process: vLLM's engine core in a process of its own.
+        block_size: tokens per KV block; None leaves the choice to vLLM.
+        block_time_ms: how long idle OpenMP threads spin before they sleep
+            (KMP_BLOCKTIME); None leaves the library's own default.
+        threads: OpenMP threads; None means one per core this process may use.
+        preload: load the allocator and OpenMP libraries that vLLM recommends.
+    """
+
+    enforce_eager: bool = False
+    separate_process: bool = False
+    block_size: int | None = None
+    block_time_ms: int | None = None
+    threads: int | None = None
+    preload: bool = True
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Everything needed to start an engine; `head` None means no speculation."""
+
+    target: str
+    head: str | None = None
+    num_speculative_tokens: int = 0
+    dtype: str = "bfloat16"
+    max_model_len: int = 2048
+    max_num_seqs: int = 16
+    mode: EngineMode = field(default_factory=EngineMode)
+    # Options of this package, as in --additional-config '{"vllm_eagle3": {...}}'.
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """A running engine; prompts and results are token ids of the target."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[Generation]:
+        """Continue all prompts as one batch; results in the order of the prompts."""
+        ...
+
+    def capture(
+        self,
+        sequences: Sequence[Sequence[int]],
+        tap_ids: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """Activations that feed a head, one [tokens, num_taps * hidden] each."""
+        ...
+
+    def metrics(self) -> DraftCounts:
+        """Counters since the engine started."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine and free what it holds."""
+        ...

@@ -1,0 +1,117 @@
+"""VllmEngine: the `Engine` protocol over `vllm.LLM`.
+
+Process-wide settings (threads, preloaded libraries, in-process or not) must be in the
+environment before Python starts; `vllm_eagle3.bench.launch` writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.outputs import CompletionOutput
+from vllm.v1.metrics.reader import Counter, Metric, Vector
+
+from vllm_eagle3.acceptance import DraftCounts
+from vllm_eagle3.engine import EngineSpec, Generation, Sampling
+
+
+class VllmEngine:
+    """A vLLM engine started from an `EngineSpec`.
+
+    Prefix caching is off, so that a prompt that comes again costs what it cost the
+    first time.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.llm = LLM(**_llm_arguments(spec))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[Generation]:
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(ids)} for ids in prompts],
+            _sampling_params(sampling),
+            use_tqdm=False,
+        )
+        return [_generation(output.outputs[0]) for output in outputs]
+
+    def metrics(self) -> DraftCounts:
+        return draft_counts(self.llm.get_metrics())
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def draft_counts(metrics: Sequence[Metric]) -> DraftCounts:
+    """Read vLLM's speculation counters; all zero for an engine without speculation.
+
+    vLLM keeps them per process, so two engines in one process share them.
+    """
+    counters = {m.name: m.value for m in metrics if isinstance(m, Counter)}
+    vectors = {m.name: m.values for m in metrics if isinstance(m, Vector)}
+    prefix = "vllm:spec_decode_num_"
+    return DraftCounts(
+        drafts=int(counters.get(prefix + "drafts", 0)),
+        draft_tokens=int(counters.get(prefix + "draft_tokens", 0)),
+        accepted_tokens=int(counters.get(prefix + "accepted_tokens", 0)),
+        accepted_per_depth=tuple(
+            int(v) for v in vectors.get(prefix + "accepted_tokens_per_pos", ())
+        ),
+    )
+
+
+def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": spec.target,
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "enforce_eager": spec.mode.enforce_eager,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "skip_tokenizer_init": not _has_tokenizer(spec.target),
+    }
+    if spec.mode.block_size is not None:
+        arguments["block_size"] = spec.mode.block_size
+    if spec.head is not None:
+        arguments["speculative_config"] = {
+            "method": "eagle3",
+            "model": spec.head,
+            "num_speculative_tokens": spec.num_speculative_tokens,
+        }
+    if spec.options:
+        arguments["additional_config"] = {"vllm_eagle3": dict(spec.options)}
+    return arguments
+
+
+def _has_tokenizer(target: str) -> bool:
+    """Prompts are token ids, so a target without a tokenizer is served as well."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return any((Path(target) / name).is_file() for name in names)
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.top_logprobs,
+        # The caller works with ids, and text would cost every method the same.
+        detokenize=False,
+    )
+
+
+def _generation(output: CompletionOutput) -> Generation:
+    top_logprobs = None
+    if output.logprobs is not None:
+        top_logprobs = tuple(
+            {token: entry.logprob for token, entry in place.items()}
+            for place in output.logprobs
+        )
+    return Generation(tuple(output.token_ids), top_logprobs)
