@@ -81,6 +81,15 @@ class RotaryEmbedding(nn.Module):
         inv_freq, self.scaling = _rope_frequencies(config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
+        # A head cast to bfloat16 keeps fp32 frequencies: rounded ones are off by
+        # whole radians after a few hundred positions.
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        if not self.inv_freq.is_meta:
+            self.inv_freq = exact.to(self.inv_freq.device)
+        return self
+
     def forward(
         self,
         x: torch.Tensor,  # [batch, heads, tokens, head_dim]
@@ -95,21 +104,34 @@ class RotaryEmbedding(nn.Module):
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+# Scalings whose frequencies depend on nothing but the config. The others (dynamic,
+# longrope) change with the length of the sequence, in ways engines disagree on.
+_STATIC_SCALINGS = ("linear", "llama3", "yarn")
+
+
 def _rope_frequencies(config: DraftHeadConfig) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [head_dim / 2], fp32, and the factor on cos and sin."""
     kind = config.rope_parameters.get("rope_type", "default")
+    if float(config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(
+            "partial_rotary_factor: got "
+            f"{config.rope_parameters['partial_rotary_factor']}, want 1.0 (or none): "
+            "a draft head rotates whole heads"
+        )
     if kind == "default":
         theta = float(config.rope_parameters.get("rope_theta", 10000.0))
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         return theta**-exponents, 1.0
+    if kind not in _STATIC_SCALINGS:
+        raise ValueError(
+            f"rope_type: got {kind!r}, want 'default' or one of "
+            f"{list(_STATIC_SCALINGS)}; train the head with one of these "
+            "(it needs not be the target's)"
+        )
     # Scaled variants are many and change: transformers keeps them.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if kind not in ROPE_INIT_FUNCTIONS:
-        raise ValueError(
-            f"rope_type: got {kind!r}, want 'default' or one of "
-            f"{sorted(ROPE_INIT_FUNCTIONS)}"
-        )
     hf = LlamaConfig(
         hidden_size=config.head_dim * config.num_attention_heads,
         num_attention_heads=config.num_attention_heads,
@@ -130,7 +152,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(input_size, heads * dim, bias=bias)
         self.k_proj = nn.Linear(input_size, kv_heads * dim, bias=bias)
         self.v_proj = nn.Linear(input_size, kv_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=bias)
 
     def forward(
         self,

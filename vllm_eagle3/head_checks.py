@@ -1,0 +1,270 @@
+"""Does a head fit a target, and what must an engine be told to run it as meant?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_eagle3.draft_head import DraftHeadConfig
+from vllm_eagle3.head_config import rope_parameters, text_config
+from vllm_eagle3.head_files import (
+    HeadFiles,
+    read_config,
+    read_head_files,
+    read_target_tensor,
+)
+from vllm_eagle3.head_layouts import ARCHITECTURE, SWITCHES, TAPS_KEY
+from vllm_eagle3.head_meaning import Finding, HeadMeaning
+from vllm_eagle3.head_reading import read_meaning
+
+# A target: its folder, or its config.json where the weights are not at hand.
+Target = str | os.PathLike[str] | Mapping[str, Any]
+
+EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING_NAMES)
+
+# Names under which plain EAGLE-3 heads of this shape are published.
+_USUAL_ARCHITECTURES = (
+    ARCHITECTURE,
+    "LlamaForCausalLM",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+)
+
+
+def target_config_of(target: Target) -> Mapping[str, Any]:
+    """The target's config.json; ValueError if its folder has none."""
+    if isinstance(target, Mapping):
+        return target
+    return read_config(Path(target), "target")
+
+
+def check_head(head_dir: str | os.PathLike[str], target: Target) -> list[Finding]:
+    """Everything noticed about a head and its fit to a target; never raises for it.
+
+    Args:
+        head_dir: the head's folder.
+        target: the target's folder, or its config.json (then what needs the target's
+            weights is left out).
+    """
+    try:
+        target_config = target_config_of(target)
+        files = read_head_files(head_dir)
+        return _read_for(files, target, target_config).findings
+    except ValueError as error:
+        return [Finding("error", "files", str(error))]
+
+
+def require_fitting_head(head_dir: str | os.PathLike[str], target: Target) -> None:
+    """Raise ValueError with all errors of `check_head`, if there are any."""
+    errors = [f for f in check_head(head_dir, target) if f.severity == "error"]
+    if errors:
+        raise ValueError(_joined(head_dir, errors))
+
+
+def serving_overrides(
+    head_dir: str | os.PathLike[str], target: Target
+) -> dict[str, Any]:
+    """Fields of vLLM's draft hf_config with which its module computes what is meant.
+
+    All fields that matter are given, not only those that differ, so that the result
+    does not depend on what an engine assumes for a field that config.json lacks.
+    `max_position_embeddings` is a lower bound: keep a larger value.
+
+    Raises:
+        ValueError: the head does not fit; all errors joined.
+    """
+    files = read_head_files(head_dir)
+    meaning = _read_for(files, target, target_config_of(target))
+    if meaning.errors or meaning.config is None:
+        raise ValueError(_joined(head_dir, meaning.errors))
+    head = meaning.config
+    ids = list(head.tap_ids)
+    limit = text_config(target_config_of(target)).get("max_position_embeddings") or 0
+    return {name: getattr(head, name) for name in SWITCHES} | {
+        "architectures": [ARCHITECTURE],
+        "hidden_size": head.hidden_size,
+        "num_hidden_layers": head.num_hidden_layers,
+        "num_attention_heads": head.num_attention_heads,
+        "num_key_value_heads": head.num_key_value_heads,
+        "head_dim": head.head_dim,
+        "hidden_act": head.hidden_act,
+        "rms_norm_eps": head.rms_norm_eps,
+        "attention_bias": head.attention_bias,
+        "mlp_bias": False,
+        "rope_parameters": dict(head.rope_parameters),
+        "max_position_embeddings": max(head.max_position_embeddings, limit),
+        "layer_types": None,
+        "vocab_size": head.vocab_size,
+        "draft_vocab_size": head.draft_vocab_size,
+        "target_hidden_size": head.target_hidden_size,
+        "logit_scale": head.logit_scale,
+        "tie_word_embeddings": False,
+        "num_aux_hidden_states": len(ids),
+        TAPS_KEY: ids,
+        "eagle_config": {
+            TAPS_KEY: ids,
+            "use_aux_hidden_state": True,
+            "norm_before_fc": head.norm_before_fc,
+        },
+    }
+
+
+def _joined(head_dir: str | os.PathLike[str], errors: list[Finding]) -> str:
+    lines = "".join(f"\n- {e.field}: {e.message}" for e in errors)
+    return f"head {os.fspath(head_dir)} cannot be used:{lines}"
+
+
+def _read_for(
+    files: HeadFiles, target: Target, target_config: Mapping[str, Any]
+) -> HeadMeaning:
+    meaning = read_meaning(files, target_config)
+    _check_names(meaning)
+    if meaning.config is not None:
+        _check_sizes(meaning, meaning.config, text_config(target_config))
+        _check_positions(meaning, meaning.config, text_config(target_config))
+        _check_dtype(meaning, target_config)
+        _check_for_vllm(meaning, meaning.config)
+        if not isinstance(target, Mapping):
+            _check_embeddings(meaning, Path(target))
+    if not meaning.errors and meaning.config is not None:
+        taps = list(meaning.config.tap_ids)
+        meaning.note("ok", "head", f"fits the target ({meaning.layout}, taps {taps})")
+    return meaning
+
+
+def _check_names(meaning: HeadMeaning) -> None:
+    names = meaning.flat.get("architectures") or []
+    if not names:
+        meaning.note(
+            "warning",
+            "architectures",
+            f"not written; loaded by its weights, as {ARCHITECTURE}",
+        )
+    elif not set(names) & set(_USUAL_ARCHITECTURES):
+        meaning.note(
+            "warning",
+            "architectures",
+            f"got {names}, unusual for a head; loaded by its weights, as "
+            f"{ARCHITECTURE} (usual: {list(_USUAL_ARCHITECTURES)})",
+        )
+    if meaning.flat.get("tie_word_embeddings"):
+        own = "lm_head.weight" in meaning.weights
+        meaning.note(
+            "warning",
+            "tie_word_embeddings",
+            "set, but a head's lm_head is never tied to its embedding; "
+            + ("its own lm_head is used" if own else "ignored"),
+        )
+
+
+def _check_sizes(
+    meaning: HeadMeaning, head: DraftHeadConfig, target: Mapping[str, Any]
+) -> None:
+    width = target.get("hidden_size")
+    if head.target_hidden_size != width:
+        meaning.note(
+            "error",
+            "target_hidden_size",
+            f"the head reads features of width {head.target_hidden_size}, the target "
+            f"has {width}; the head was made for another target",
+        )
+    if head.hidden_size != width and meaning.embed_tokens is None:
+        meaning.note(
+            "error",
+            "hidden_size",
+            f"the head has {head.hidden_size}, the target {width}, so it cannot share "
+            "the target's embedding and stores none of its own",
+        )
+    embed = meaning.embed_tokens
+    if embed is not None and embed.shape != (head.vocab_size, head.hidden_size):
+        meaning.note(
+            "error",
+            "embed_tokens.weight",
+            f"got {list(embed.shape)}, want {[head.vocab_size, head.hidden_size]}",
+        )
+
+
+def _check_positions(
+    meaning: HeadMeaning, head: DraftHeadConfig, target: Mapping[str, Any]
+) -> None:
+    limit = target.get("max_position_embeddings")
+    if limit and head.max_position_embeddings < limit:
+        meaning.note(
+            "warning",
+            "max_position_embeddings",
+            f"the head says {head.max_position_embeddings}, the target {limit}; its "
+            "rotary table is extended, acceptance beyond its training length may drop",
+        )
+    wanted = rope_parameters(target)
+    wanted.pop("partial_rotary_factor", None)
+    if head.rope_parameters != wanted:
+        meaning.note(
+            "warning",
+            "rope_parameters",
+            f"the head says {head.rope_parameters}, the target {wanted}; served as "
+            "the head says, which is right only if it was trained so",
+        )
+
+
+def _check_dtype(meaning: HeadMeaning, target_config: Mapping[str, Any]) -> None:
+    text = text_config(target_config)
+    source = target_config if "dtype" in target_config else text
+    wanted = str(source.get("dtype") or source.get("torch_dtype") or "unknown")
+    stored = sorted(str(d).removeprefix("torch.") for d in meaning.dtypes)
+    if stored != [wanted.removeprefix("torch.")]:
+        meaning.note(
+            "ok",
+            "dtype",
+            f"stored as {', '.join(stored)}, the target as {wanted}; "
+            "cast to the engine's dtype when loaded",
+        )
+
+
+def _check_for_vllm(meaning: HeadMeaning, head: DraftHeadConfig) -> None:
+    if head.draft_vocab_size == head.vocab_size and meaning.d2t is not None:
+        meaning.note(
+            "warning",
+            "d2t",
+            "stored although the vocabulary is full; vLLM's loader stops at it. "
+            "Convert the head, which leaves it out",
+        )
+
+
+def _check_embeddings(meaning: HeadMeaning, target_dir: Path) -> None:
+    own = meaning.embed_tokens
+    if own is None:
+        return
+    try:
+        shared = read_target_tensor(target_dir, EMBEDDING_NAMES)
+    except ValueError as error:
+        meaning.note("error", "target", str(error))
+        return
+    if shared is not None and same_embedding(own, shared):
+        meaning.note("ok", "embed_tokens.weight", "stored, equal to the target's")
+    else:
+        meaning.note(
+            "warning",
+            "embed_tokens.weight",
+            "stored and different from the target's; served as stored, which is right "
+            "only if the head was trained with it (exports may fill it at random)",
+        )
+
+
+def same_embedding(own: torch.Tensor, shared: torch.Tensor) -> bool:
+    """Equal bit for bit after rounding the target's embedding to the head's dtype.
+
+    Args:
+        own: the head's copy, [vocab, hidden].
+        shared: the target's embedding, [vocab, hidden].
+    """
+    return own.shape == shared.shape and torch.equal(own, shared.to(own.dtype))
