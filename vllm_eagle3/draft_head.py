@@ -78,7 +78,10 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: DraftHeadConfig) -> None:
         super().__init__()
-        inv_freq, self.scaling = _rope_frequencies(config)
+        # On the CPU also for a head built on the meta device: these are no weights,
+        # so nothing would fill them in later.
+        with torch.device("cpu"):
+            inv_freq, self.scaling = _rope_frequencies(config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
@@ -86,8 +89,7 @@ class RotaryEmbedding(nn.Module):
         # whole radians after a few hundred positions.
         exact = self.inv_freq
         super()._apply(fn, recurse)
-        if not self.inv_freq.is_meta:
-            self.inv_freq = exact.to(self.inv_freq.device)
+        self.inv_freq = exact.to(self.inv_freq.device)
         return self
 
     def forward(

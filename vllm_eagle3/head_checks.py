@@ -233,10 +233,10 @@ def _check_dtype(meaning: HeadMeaning, target_config: Mapping[str, Any]) -> None
 def _check_for_vllm(meaning: HeadMeaning, head: DraftHeadConfig) -> None:
     if head.draft_vocab_size == head.vocab_size and meaning.d2t is not None:
         meaning.note(
-            "warning",
+            "error",
             "d2t",
-            "stored although the vocabulary is full; vLLM's loader stops at it. "
-            "Convert the head, which leaves it out",
+            "stored although the vocabulary is full, and vLLM's loader stops at it; "
+            "`vllm-eagle3 convert` leaves it out",
         )
 
 
