@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,15 @@ import typer
 from rich.console import Console
 
 from vllm_eagle3 import doctor, embedded, preload
+from vllm_eagle3.bench.command import (
+    DEMO_METHODS,
+    run_bench_command,
+    run_demo_command,
+)
+from vllm_eagle3.bench.methods import KNOWN_METHODS
+from vllm_eagle3.bench.plan import BenchOptions
+from vllm_eagle3.bench.process import WorkerError
+from vllm_eagle3.engine import EngineMode
 
 app = typer.Typer(
     help="EAGLE-3 speculative decoding for stock vLLM: serve, train, measure.",
@@ -24,7 +34,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # Commands that start engines are restarted once with the libraries that vLLM wants.
-ENGINE_COMMANDS = frozenset({"bench", "demo", "data", "eval"})
+# The processes that `bench` and `demo` start get them without that.
+ENGINE_COMMANDS = frozenset({"data", "eval"})
+_ENGINE = "vllm_eagle3.integration.engine:VllmEngine"
+_DEFAULT_MODE = EngineMode()
 _DEBUG_HELP = "Show the traceback of an error."
 
 
@@ -33,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         app(arguments)
-    except ValueError as error:
+    except (ValueError, WorkerError) as error:
         if arguments[:1] == ["--debug"]:
             raise
         console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -54,6 +67,7 @@ def _before_any_command(
 _NAMES = ", ".join(embedded.NAMES)
 _TARGET_HELP = f"Target: a model directory, or {_NAMES}."
 _HEAD_HELP = f"Draft head: its directory, or {_NAMES}."
+_METHODS_HELP = f"Comma-separated: {KNOWN_METHODS}."
 
 
 @app.command()
@@ -89,3 +103,69 @@ def doctor_command(
     else:
         doctor.show(findings)
     raise typer.Exit(0 if doctor.is_well(findings) else 1)
+
+
+@app.command()
+def bench(
+    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
+    out: Annotated[Path, typer.Option(help="Folder for results.json and logs.")],
+    prompts: Annotated[
+        list[str], typer.Option(help="Prompt files: .jsonl, .json or plain text.")
+    ],
+    more_prompts: Annotated[
+        list[str] | None, typer.Argument(help="More prompt files.", show_default=False)
+    ] = None,
+    head: Annotated[str | None, typer.Option(help=_HEAD_HELP)] = None,
+    limit: Annotated[int | None, typer.Option(help="First N of each file.")] = None,
+    methods: Annotated[str, typer.Option(help=_METHODS_HELP)] = DEMO_METHODS,
+    batch: Annotated[str, typer.Option(help="Batch sizes, as in 1,4,16.")] = "1",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 96,
+    repeats: Annotated[int, typer.Option(help="Times through all prompts.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16, float32.")
+    ] = "bfloat16",
+    max_model_len: Annotated[int, typer.Option(help="Context of the engines.")] = 2048,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager/--compile", help="For every method.")
+    ] = _DEFAULT_MODE.enforce_eager,
+    separate_process: Annotated[
+        bool, typer.Option("--separate-process/--in-process", help="vLLM's core.")
+    ] = _DEFAULT_MODE.separate_process,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per KV block.")
+    ] = _DEFAULT_MODE.block_size,
+) -> None:
+    """Measure methods against each other: speed, acceptance, same text."""
+    mode = replace(
+        _DEFAULT_MODE,
+        enforce_eager=enforce_eager,
+        separate_process=separate_process,
+        block_size=block_size,
+    )
+    options = BenchOptions(
+        target=target,
+        head=head,
+        prompts=(*prompts, *(more_prompts or ())),
+        out=out,
+        methods=methods,
+        limit=limit,
+        batch=batch,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        repeats=repeats,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        mode=mode,
+    )
+    run_bench_command(options, _ENGINE, Console())
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("demo.json"),
+    target: Annotated[str, typer.Option(help=_TARGET_HELP)] = embedded.NAMES[0],
+    head: Annotated[str, typer.Option(help=_HEAD_HELP)] = embedded.NAMES[0],
+) -> None:
+    """See speculation at work: a few prompts, with and without it, then a table."""
+    run_demo_command(target, head, out, _ENGINE, Console())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -52,15 +51,19 @@ def _announce(plan: BenchPlan, console: Console) -> None:
 
 
 def run_demo_command(
-    options: BenchOptions, out: Path, engine: str, console: Console
+    target: str, head: str, out: Path, engine: str, console: Console
 ) -> Record:
     """The benchmark on the demo's prompts; writes `out` and returns its content.
 
-    The logs and results.json of the benchmark go to `options.out`.
+    Logs and the full results go to a folder beside `out`.
     """
-    options = replace(
-        options,
+    if out.is_dir():
+        raise ValueError(f"out: {out} is a folder, want the name of a file")
+    options = BenchOptions(
+        target=target,
+        head=head,
         prompts=(str(DEMO_PROMPTS),),
+        out=out.with_name(f"{out.stem}_run"),
         methods=DEMO_METHODS,
         max_tokens=DEMO_TOKENS,
     )

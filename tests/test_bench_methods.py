@@ -1,0 +1,78 @@
+import pytest
+
+from vllm_eagle3.bench.launch import worker_environ
+from vllm_eagle3.bench.methods import MAX_CHAIN, parse_method, parse_methods
+from vllm_eagle3.engine import EngineMode
+
+
+def test_off_does_not_speculate() -> None:
+    method = parse_method("off")
+    assert not method.speculates
+    assert not method.is_ours
+
+
+@pytest.mark.parametrize("length", [1, 3, MAX_CHAIN])
+def test_chain_is_stock_vllm(length: int) -> None:
+    method = parse_method(f"chain:{length}")
+    assert method.num_speculative_tokens == length
+    assert not method.is_ours
+    assert method.options == {}
+
+
+def test_ours_carries_its_shape() -> None:
+    assert parse_method("ours:auto").options == {"shape": "auto"}
+    chain = parse_method("ours:chain:5")
+    assert chain.options == {"shape": "chain"}
+    assert chain.num_speculative_tokens == 5
+
+
+def test_order_is_kept() -> None:
+    methods = parse_methods("ours:auto, off")
+    assert [m.name for m in methods] == ["ours:auto", "off"]
+
+
+@pytest.mark.parametrize(
+    "name", ["on", "chain", "ours", "ours:fast", "off:1", "tree:4"]
+)
+def test_unknown_method_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"got '{name}'.*off, chain:K, ours:auto"):
+        parse_methods(name)
+
+
+@pytest.mark.parametrize("length", ["0", str(MAX_CHAIN + 1), "-1", "x", "", "²"])
+def test_chain_length_out_of_range(length: str) -> None:
+    with pytest.raises(ValueError, match=rf"chain length in 1\.\.{MAX_CHAIN}"):
+        parse_methods(f"chain:{length}")
+
+
+def test_no_method() -> None:
+    with pytest.raises(ValueError, match="got none"):
+        parse_methods(" , ")
+
+
+def test_repeated_method() -> None:
+    with pytest.raises(ValueError, match="off is named twice"):
+        parse_methods("off,chain:3,off")
+
+
+@pytest.mark.parametrize("name", ["off", "chain:3"])
+def test_stock_methods_run_with_the_package_off(name: str) -> None:
+    environ = worker_environ(parse_method(name), EngineMode(), {})
+    assert environ["VLLM_EAGLE3"] == "0"
+    assert environ["VLLM_EAGLE3_CPU_FIXES"] == "1"
+
+
+def test_ours_runs_with_the_package_on_whatever_the_user_had_set() -> None:
+    base = {"VLLM_EAGLE3": "0", "VLLM_EAGLE3_CPU_FIXES": "1"}
+    environ = worker_environ(parse_method("ours:auto"), EngineMode(), base)
+    assert environ["VLLM_EAGLE3"] == "1"
+    assert "VLLM_EAGLE3_CPU_FIXES" not in environ
+
+
+def test_mode_reaches_the_environment() -> None:
+    mode = EngineMode(separate_process=True, block_time_ms=5, threads=3, preload=False)
+    environ = worker_environ(parse_method("off"), mode, {"LD_PRELOAD": "libx.so"})
+    assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert environ["KMP_BLOCKTIME"] == "5"
+    assert environ["OMP_NUM_THREADS"] == "3"
+    assert "LD_PRELOAD" not in environ

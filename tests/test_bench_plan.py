@@ -1,0 +1,86 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench_helpers import CONTEXT, fake_options
+from vllm_eagle3.bench.plan import make_plan
+
+
+def test_plan_holds_chat_template_ids(tmp_path: Path) -> None:
+    plan = make_plan(fake_options(tmp_path))
+    # The template of the fixture is one byte per token and a newline.
+    assert [len(ids) for ids in plan.prompt_ids] == [4, 5, 6]
+
+
+def test_limit(tmp_path: Path) -> None:
+    assert len(make_plan(fake_options(tmp_path, limit=2)).prompt_ids) == 2
+
+
+def test_engine_of_off_has_no_head(tmp_path: Path) -> None:
+    plan = make_plan(fake_options(tmp_path, batch="1,4"))
+    off, chain = map(plan.engine_spec, plan.methods)
+    assert off.head is None
+    assert chain.head == plan.options.head
+    assert chain.num_speculative_tokens == 2
+    assert chain.max_num_seqs == 4
+
+
+def test_off_alone_needs_no_head(tmp_path: Path) -> None:
+    assert make_plan(fake_options(tmp_path, head=None, methods="off")).head is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": "fast"}, "methods: got 'fast'"),
+        ({"methods": "chain:99"}, "methods: got 'chain:99'"),
+        ({"head": None}, "head: got none"),
+        ({"head": "/nowhere"}, "head: /nowhere does not exist"),
+        ({"target": "/nowhere"}, "target: /nowhere does not exist"),
+        ({"prompts": ("/nowhere.jsonl",)}, "cannot read /nowhere.jsonl"),
+        ({"prompts": ()}, "prompts: got no files"),
+        ({"limit": 0}, "limit: got 0"),
+        ({"batch": "0"}, "batch: got '0'"),
+        ({"batch": "1,x"}, "batch: got '1,x'"),
+        ({"temperature": -0.5}, "temperature: got -0.5"),
+        ({"temperature": math.nan}, "temperature: got nan"),
+        ({"temperature": 2.5}, "temperature: got 2.5"),
+        ({"max_tokens": 0}, "max_tokens: got 0"),
+        ({"repeats": 0}, "repeats: got 0"),
+        ({"dtype": "int8"}, "dtype: got 'int8'"),
+        ({"max_model_len": CONTEXT + 1}, "max_model_len: got 257, want at most 256"),
+        ({"max_tokens": CONTEXT}, r"prompts\.txt:1: 4 tokens and 256 new ones"),
+    ],
+)
+def test_bad_option(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(fake_options(tmp_path, **changes))
+
+
+def test_out_that_is_a_file(tmp_path: Path) -> None:
+    options = fake_options(tmp_path, out=tmp_path / "prompts.txt" / "out")
+    with pytest.raises(ValueError, match="out: cannot write to"):
+        make_plan(options)
+
+
+def test_target_without_tokenizer(tmp_path: Path) -> None:
+    options = fake_options(tmp_path)
+    for file in Path(options.target).glob("*token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="target: no tokenizer can be read"):
+        make_plan(options)
+
+
+def test_target_with_broken_config(tmp_path: Path) -> None:
+    options = fake_options(tmp_path)
+    (Path(options.target) / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"target: .*config\.json"):
+        make_plan(options)
+
+
+def test_nothing_is_left_in_the_output_folder(tmp_path: Path) -> None:
+    options = fake_options(tmp_path)
+    make_plan(options)
+    assert list(options.out.iterdir()) == []

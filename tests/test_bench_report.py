@@ -1,0 +1,80 @@
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from vllm_eagle3.bench.report import results_table, verdict
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    return {
+        "method": "chain:3",
+        "batch": 1,
+        "prompts": 12,
+        "temperature": 0.0,
+        "max_tokens": 64,
+        "dtype": "bfloat16",
+        "tokens_per_s": 30.0,
+        "tokens_per_s_range": [29.0, 31.0],
+        "speed_up": 1.25,
+        "speed_up_range": [1.2, 1.3],
+        "acceptance_length": 1.87,
+        "identical": 10,
+        "near_ties": 1,
+        "different": 1,
+        **changes,
+    }
+
+
+def off() -> dict[str, Any]:
+    plain = record(method="off", acceptance_length=None, speed_up=1.0)
+    del plain["identical"], plain["near_ties"], plain["different"]
+    return plain
+
+
+def shown(*runs: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(results_table(runs))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_row_of_a_speculative_method() -> None:
+    text = shown(off(), record())
+    assert "30.0 (29.0..31.0)" in text
+    assert "1.25 (1.20..1.30)" in text
+    assert "1.87" in text
+    assert "10 of 12, 1 near-ties, 1 DIFFERENT" in text
+
+
+def test_one_repeat_has_no_range() -> None:
+    text = shown(record(tokens_per_s_range=[30.0, 30.0], speed_up_range=[1.25, 1.25]))
+    assert ".." not in text
+
+
+def test_what_was_not_compared_is_a_dash() -> None:
+    text = shown(record(identical=None, near_ties=None, different=None))
+    assert "of 12" not in text
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "expected"),
+    [
+        (1.25, "Speculation pays here: chain:3 at batch 1 is 1.25 times"),
+        (1.01, "Speculation changes little here: chain:3 at batch 1 is 1.01 times"),
+        (0.71, "Speculation does not pay here: the best, chain:3 at batch 1"),
+    ],
+)
+def test_verdict_says_what_is_true(speed_up: float, expected: str) -> None:
+    assert verdict([off(), record(speed_up=speed_up)]).startswith(expected)
+
+
+def test_verdict_is_about_the_best_method() -> None:
+    slow, fast = record(speed_up=0.7), record(method="ours:auto", speed_up=1.4)
+    assert "ours:auto" in verdict([off(), slow, fast])
+
+
+def test_no_verdict_without_a_plain_run() -> None:
+    alone = record()
+    del alone["speed_up"]
+    assert verdict([alone]) == ""
