@@ -16,7 +16,12 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["vllm_eagle3", "vllm_eagle3.*"]),
     package_data={
-        "vllm_eagle3": ["py.typed", "heads/*/*", "prompt_sets/*.jsonl"],
+        "vllm_eagle3": [
+            "py.typed",
+            "heads/*/*",
+            "integration/*.json",
+            "prompt_sets/*.jsonl",
+        ],
     },
     install_requires=[
         "gguf",

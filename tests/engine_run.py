@@ -1,0 +1,88 @@
+"""Settings of the small test engines, and one batch through such an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """Replies of one batch with what speculation did meanwhile.
+
+    Attributes:
+        token_ids: per prompt.
+        gaps: per prompt and token the log-probability gap between the two most likely
+            tokens; empty unless the run asked for logprobs=2.
+        drafted, accepted: draft tokens; both 0 without speculation.
+    """
+
+    token_ids: list[list[int]]
+    gaps: list[list[float]]
+    drafted: int
+    accepted: int
+
+
+def llm_settings(
+    target: str,
+    head: str | None = None,
+    *,
+    num_speculative_tokens: int = 3,
+    draft_sample_method: str = "greedy",
+    **settings: Any,
+) -> dict[str, Any]:
+    """Arguments of vllm.LLM for folders of a fixture target and head."""
+    arguments: dict[str, Any] = {
+        "model": target,
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+        **settings,
+    }
+    if head is not None:
+        arguments["speculative_config"] = {
+            "method": "eagle3",
+            "model": head,
+            "num_speculative_tokens": num_speculative_tokens,
+            "draft_sample_method": draft_sample_method,
+        }
+    return arguments
+
+
+def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> Run:
+    before = _spec_counters(llm)
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+        params,
+        use_tqdm=False,
+    )
+    drafted, accepted = (b - a for a, b in zip(before, _spec_counters(llm), strict=True))
+    replies = [output.outputs[0] for output in outputs]
+    return Run(
+        token_ids=[list(reply.token_ids) for reply in replies],
+        gaps=[[_gap(step) for step in reply.logprobs or []] for reply in replies],
+        drafted=drafted,
+        accepted=accepted,
+    )
+
+
+def _gap(step: dict[int, Any]) -> float:
+    top = sorted((entry.logprob for entry in step.values()), reverse=True)
+    return top[0] - top[1]
+
+
+def _spec_counters(llm: Any) -> tuple[int, int]:
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    prefix = "vllm:spec_decode_num_"
+    return (
+        int(values.get(prefix + "draft_tokens", 0)),
+        int(values.get(prefix + "accepted_tokens", 0)),
+    )
