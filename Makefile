@@ -29,6 +29,8 @@ $(VENV)/.dependencies-installed: requirements-cpu.txt packaging/vllm-metadata/py
 	  echo "Installing failed. If it was torch (+cpu): let pip see PyTorch's CPU" \
 	    "wheels, see README, Set-up." >&2; exit 1; }
 	$(PY) -m pip install --no-deps --no-build-isolation ./packaging/vllm-metadata
+	@packaging/fetch-tcmalloc $(VENV)/lib || \
+	  echo "No tcmalloc here: optional, vllm-eagle3 doctor says how to get it." >&2
 	touch $@
 
 $(VENV)/.package-installed: $(VENV)/.dependencies-installed setup.py

@@ -23,12 +23,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_eagle3.integration.overridden import FUNCTIONS
 from vllm_eagle3.integration.patches import PATCHES
 
 RECORD = Path(__file__).with_name("fingerprints.json")
 
 # Every vLLM function that we override or wrap, as `module:qualname`.
 OVERRIDDEN: list[str] = [
+    *FUNCTIONS,
     *(function for patch in PATCHES for function in patch.functions),
 ]
 

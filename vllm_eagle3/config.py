@@ -1,0 +1,81 @@
+"""The options users give as `--additional-config '{"vllm_eagle3": {...}}'`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .drafter import TreeShape
+
+KEY = "vllm_eagle3"
+MAX_SPECULATIVE_TOKENS = 64
+# Until the size follows the load, `auto` is a chain that rarely costs more than it
+# brings.
+AUTO_CHAIN = 3
+# vLLM's own chain drafts one token a pass; past this length it costs more than it
+# brings, so a fallback never drafts more.
+MAX_FALLBACK_CHAIN = 5
+
+
+class Eagle3Options(BaseModel):
+    """Options of the package; unknown keys are refused.
+
+    Attributes:
+        shape: `auto` (a chain of at most 3 for now), `chain` (num_speculative_tokens
+            long) or `off` (no drafts; the head still follows, ready to draft).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shape: Literal["auto", "chain", "off"] = "auto"
+
+    def tree_shape(self, num_speculative_tokens: int) -> TreeShape | None:
+        """The shape to grow under that budget, or None when nothing is drafted.
+
+        Raises:
+            ValueError: budget out of range.
+        """
+        if not 1 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ValueError(
+                f"num_speculative_tokens: got {num_speculative_tokens}, "
+                f"want 1..{MAX_SPECULATIVE_TOKENS}"
+            )
+        if self.shape == "off":
+            return None
+        if self.shape == "auto":
+            return TreeShape.chain(min(AUTO_CHAIN, num_speculative_tokens))
+        return TreeShape.chain(num_speculative_tokens)
+
+
+def read_options(additional_config: Mapping[str, Any] | None) -> Eagle3Options:
+    """Validate the package's part of `additional_config`.
+
+    Raises:
+        ValueError: naming each bad key or value and what is known.
+    """
+    given = (additional_config or {}).get(KEY, {})
+    if isinstance(given, Eagle3Options):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f'additional_config["{KEY}"]: got {given!r}, want an object such as '
+            '{"shape": "chain"}'
+        )
+    try:
+        return Eagle3Options.model_validate(dict(given))
+    except ValidationError as error:
+        raise ValueError(_explain(error)) from error
+
+
+def _explain(error: ValidationError) -> str:
+    known = ", ".join(Eagle3Options.model_fields)
+    problems = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            problems.append(f"{name}: unknown key, known ones are {known}")
+        else:
+            problems.append(f"{name}: got {item['input']!r}, {item['msg']}")
+    return f'additional_config["{KEY}"]: ' + "; ".join(problems)

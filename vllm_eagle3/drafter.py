@@ -1,0 +1,156 @@
+"""Grow and re-rank a dynamic draft tree (EAGLE-2, section 4; kept by EAGLE-3).
+
+Level by level: the best `top_k` nodes of the last level, by cumulative log-probability,
+are run through the head and each gets its best `top_k` tokens as children. Then the
+best `num_nodes` of all nodes are kept. A path's score never rises with its length, so
+the kept nodes always form a tree. With `top_k` 1 this is greedy chain drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .tree import ROOT, DraftTree, chain
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How far a tree may grow: children a node, levels, and nodes that are kept."""
+
+    num_nodes: int
+    top_k: int
+    depth: int
+
+    def __post_init__(self) -> None:
+        if min(self.num_nodes, self.top_k, self.depth) < 1:
+            raise ValueError(
+                f"tree shape: got num_nodes={self.num_nodes}, top_k={self.top_k}, "
+                f"depth={self.depth}; want each at least 1"
+            )
+
+    @classmethod
+    def chain(cls, length: int) -> TreeShape:
+        return cls(num_nodes=length, top_k=1, depth=length)
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """What the head says about rows: the feature it feeds back, and draft logits.
+
+    features: [num_reqs, rows, hidden]; logits: [num_reqs, rows, draft_vocab].
+    """
+
+    features: torch.Tensor
+    logits: torch.Tensor
+
+
+# advance(level, token_ids, features, lineage) -> HeadOutput
+#   level: 1 for children of the root, 2 for theirs, ...
+#   token_ids: [num_reqs, rows], target ids
+#   features: [num_reqs, rows, hidden], fed back by the parents
+#   lineage: [num_reqs, rows, level], row of each ancestor among the rows of its level;
+#            the last column is the row itself
+Advance = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], HeadOutput]
+
+
+def grow(
+    root: HeadOutput,
+    advance: Advance,
+    to_target_ids: torch.Tensor | None,
+    shape: TreeShape,
+) -> DraftTree:
+    """Grow one tree per request.
+
+    Args:
+        root: the head on each request's last confirmed token, one row each.
+        advance: runs the head on the rows of one level.
+        to_target_ids: draft id -> target id, [draft_vocab]; None when they are equal.
+        shape: limits of the tree.
+    """
+    if shape.top_k == 1:
+        return _grow_chain(root, advance, to_target_ids, shape.depth)
+    return _grow_tree(root, advance, to_target_ids, shape)
+
+
+def _grow_chain(
+    root: HeadOutput,
+    advance: Advance,
+    to_target_ids: torch.Tensor | None,
+    depth: int,
+) -> DraftTree:
+    """One node a level: the score does not decide anything, so it is not computed."""
+    output, drafts = root, []
+    lineage = root.logits.new_zeros((root.logits.shape[0], 1, depth), dtype=torch.int64)
+    for level in range(1, depth + 1):
+        token_ids = output.logits.argmax(-1)  # [num_reqs, 1]
+        if to_target_ids is not None:
+            token_ids = to_target_ids[token_ids]
+        drafts.append(token_ids)
+        if level < depth:
+            output = advance(level, token_ids, output.features, lineage[..., :level])
+    token_ids = torch.cat(drafts, dim=1)
+    return chain(token_ids, torch.zeros_like(token_ids, dtype=torch.float32))
+
+
+def _grow_tree(
+    root: HeadOutput,
+    advance: Advance,
+    to_target_ids: torch.Tensor | None,
+    shape: TreeShape,
+) -> DraftTree:
+    num_reqs, device = root.logits.shape[0], root.logits.device
+    reqs = torch.arange(num_reqs, device=device)[:, None]
+    output = root
+    frontier_node = torch.full((num_reqs, 1), ROOT, device=device)
+    frontier_score = torch.zeros(num_reqs, 1, device=device)
+    lineage = torch.zeros((num_reqs, 1, 0), dtype=torch.int64, device=device)
+    tokens, parents, scores, num_grown = [], [], [], 0
+    for level in range(1, shape.depth + 1):
+        # [num_reqs, rows, top_k]: children of every row of the frontier
+        log_q, ids = output.logits.float().log_softmax(-1).topk(shape.top_k, dim=-1)
+        if to_target_ids is not None:
+            ids = to_target_ids[ids]
+        score = (frontier_score[..., None] + log_q).flatten(1)
+        tokens.append(ids.flatten(1))
+        parents.append(frontier_node.repeat_interleave(shape.top_k, dim=1))
+        scores.append(score)
+        if level == shape.depth:
+            break
+        # The next frontier: the best children, whoever their parents are.
+        frontier_score, child = score.topk(min(shape.top_k, score.shape[1]), dim=1)
+        parent_row = child // shape.top_k
+        frontier_node = child + num_grown
+        num_grown += score.shape[1]
+        rows = torch.arange(child.shape[1], device=device).expand_as(child)
+        lineage = torch.cat([lineage[reqs, parent_row], rows[..., None]], dim=-1)
+        features = output.features[reqs, parent_row]
+        output = advance(level, tokens[-1][reqs, child], features, lineage)
+    return _keep_best(
+        torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), shape
+    )
+
+
+def _keep_best(
+    token_ids: torch.Tensor,  # [num_reqs, num_grown], parents before children
+    parents: torch.Tensor,
+    scores: torch.Tensor,
+    shape: TreeShape,
+) -> DraftTree:
+    """Keep the best nodes, in growing order, with parents renumbered."""
+    num_kept = min(shape.num_nodes, scores.shape[1])
+    # Stable, so that among equal scores a parent wins over its child.
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_kept]
+    kept = best.sort(dim=1).values
+    new_index = torch.full_like(parents, ROOT)
+    order = torch.arange(num_kept, device=kept.device).expand_as(kept)
+    new_index.scatter_(1, kept, order)
+    old_parents = parents.gather(1, kept)
+    new_parents = new_index.gather(1, old_parents.clamp(min=0))
+    return DraftTree(
+        token_ids.gather(1, kept),
+        torch.where(old_parents == ROOT, old_parents, new_parents),
+        scores.gather(1, kept),
+    )

@@ -1,0 +1,132 @@
+"""Prepare an engine's configuration: our worker, the V1 runner, the head's meaning.
+
+Two methods of vLLM are wrapped here, both in every process:
+`Platform.check_and_update_config`, the last word on an engine's configuration, and
+`VllmConfig._get_v2_model_runner_unsupported_features`, which keeps engines of ours on
+the V1 runner (V2 has no hook for drafters). Engines without `method="eagle3"` pass
+through untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from ..config import KEY, MAX_FALLBACK_CHAIN, read_options
+from ..head_checks import require_fitting_head, serving_overrides
+
+logger = logging.getLogger("vllm.vllm_eagle3")
+
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": (
+        "vllm_eagle3.integration.worker.Eagle3CPUWorker"
+    ),
+    "vllm.v1.worker.gpu_worker.Worker": (
+        "vllm_eagle3.integration.gpu_worker.Eagle3GPUWorker"
+    ),
+}
+
+
+def install(unsupported: str) -> None:
+    """Wrap vLLM's configuration; call once per process.
+
+    Args:
+        unsupported: why this vLLM cannot be driven; engines then keep vLLM's chain.
+    """
+    platform = type(current_platform)
+    checked = platform.check_and_update_config
+    listed = VllmConfig._get_v2_model_runner_unsupported_features
+
+    def check_and_update_config(cls: Any, vllm_config: VllmConfig) -> None:
+        checked(vllm_config)
+        if _uses_eagle3(vllm_config):
+            prepare(vllm_config, unsupported)
+        elif KEY in (vllm_config.additional_config or {}):
+            read_options(vllm_config.additional_config)
+            logger.warning(
+                'additional_config["%s"] has no effect: the engine has no '
+                'speculative_config with method "eagle3"',
+                KEY,
+            )
+
+    def unsupported_features(self: VllmConfig) -> list[str]:
+        features = listed(self)
+        if _uses_eagle3(self) and not unsupported:
+            features.append("vllm_eagle3 drafting")
+        return features
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+    VllmConfig._get_v2_model_runner_unsupported_features = unsupported_features
+
+
+def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
+    """Make one engine ours, or leave it vLLM's chain and say why; idempotent.
+
+    Raises:
+        ValueError: bad options, or a head that does not fit its target.
+    """
+    if vllm_config.parallel_config.worker_cls in WORKERS.values():
+        return  # a copy of a prepared configuration
+    spec = vllm_config.speculative_config
+    options = read_options(vllm_config.additional_config)
+    shape = options.tree_shape(spec.num_speculative_tokens)
+    _fit_head(vllm_config)
+    reason = unsupported or _unsupported_engine(vllm_config)
+    if reason:
+        _fall_back(spec, reason)
+        return
+    if shape is not None:
+        spec.num_speculative_tokens = shape.num_nodes
+    worker = vllm_config.parallel_config.worker_cls
+    vllm_config.parallel_config.worker_cls = WORKERS[worker]
+    drafts = "no drafts" if shape is None else f"a chain of {shape.num_nodes}"
+    logger.info(
+        "vllm_eagle3 drives this engine: shape %s means %s, V1 model runner",
+        options.shape,
+        drafts,
+    )
+
+
+def _uses_eagle3(vllm_config: VllmConfig) -> bool:
+    spec = vllm_config.speculative_config
+    return spec is not None and spec.method == "eagle3"
+
+
+def _unsupported_engine(vllm_config: VllmConfig) -> str:
+    """Why our runner cannot drive this engine, or nothing."""
+    worker = vllm_config.parallel_config.worker_cls
+    if worker not in WORKERS:
+        return f"worker_cls is {worker}, not vLLM's own"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline parallelism leaves the taps of early stages behind"
+    if vllm_config.speculative_config.parallel_drafting:
+        return "the head drafts in parallel (P-EAGLE)"
+    return ""
+
+
+def _fall_back(spec: Any, reason: str) -> None:
+    length = min(spec.num_speculative_tokens, MAX_FALLBACK_CHAIN)
+    logger.warning(
+        "vllm_eagle3 leaves this engine to vLLM's own chain of %d: %s", length, reason
+    )
+    spec.num_speculative_tokens = length
+
+
+def _fit_head(vllm_config: VllmConfig) -> None:
+    """Refuse a head that does not fit; hand vLLM what the checkpoint means."""
+    draft = vllm_config.speculative_config.draft_model_config
+    head_dir, target_dir = Path(draft.model), Path(vllm_config.model_config.model)
+    if not (head_dir.is_dir() and target_dir.is_dir()):
+        logger.info(
+            "vllm_eagle3 checks heads in local folders only; not checked: %s on %s",
+            draft.model,
+            vllm_config.model_config.model,
+        )
+        return
+    require_fitting_head(head_dir, target_dir)
+    for name, value in serving_overrides(head_dir, target_dir).items():
+        setattr(draft.hf_config, name, value)

@@ -1,0 +1,12 @@
+"""The GPU worker that builds our model runner."""
+
+from __future__ import annotations
+
+from vllm.v1.worker import gpu_worker
+
+from .model_runner import Eagle3GPUModelRunner
+
+
+class Eagle3GPUWorker(gpu_worker.Worker):
+    def _make_model_runner(self) -> Eagle3GPUModelRunner:
+        return Eagle3GPUModelRunner(self.vllm_config, self.device)

@@ -1,0 +1,40 @@
+"""Every vLLM function that we override, wrap or rely on, as `module:qualname`.
+
+Patches name theirs in `patches.PATCHES`; everything else stands here.
+"""
+
+CONFIG = (
+    "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+    "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+    "vllm.config.vllm:VllmConfig.use_v2_model_runner",
+)
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+RUNNER = (
+    f"{_RUNNER}.__init__",
+    f"{_RUNNER}._sample",
+    f"{_RUNNER}.sample_tokens",
+    f"{_RUNNER}.propose_draft_token_ids",
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__",
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model",
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
+    "vllm.v1.worker.gpu_worker:Worker._make_model_runner",
+)
+
+_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
+PROPOSER = (
+    f"{_PROPOSER}.__init__",
+    f"{_PROPOSER}.load_model",
+    f"{_PROPOSER}.propose",
+    f"{_PROPOSER}.set_inputs_first_pass",
+    f"{_PROPOSER}.build_model_inputs_first_pass",
+    f"{_PROPOSER}.build_per_group_and_layer_attn_metadata",
+    f"{_PROPOSER}._determine_batch_execution_and_padding",
+    f"{_PROPOSER}._get_slot_mapping",
+    f"{_PROPOSER}._greedy_sample",
+    f"{_PROPOSER}._sample_draft_tokens",
+    "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.forward",
+    "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.compute_logits",
+)
+
+FUNCTIONS = (*CONFIG, *RUNNER, *PROPOSER)

@@ -1,0 +1,19 @@
+"""The CPU worker that builds our model runner."""
+
+from __future__ import annotations
+
+from vllm.v1.worker import cpu_worker
+
+from .model_runner import Eagle3CPUModelRunner
+
+
+class Eagle3CPUWorker(cpu_worker.CPUWorker):
+    def init_device(self) -> None:
+        # vLLM's method names the runner class through its module, and offers no other
+        # way in; the name is put back as soon as the runner stands.
+        stock = cpu_worker.CPUModelRunner
+        cpu_worker.CPUModelRunner = Eagle3CPUModelRunner
+        try:
+            super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = stock

@@ -1,0 +1,128 @@
+"""Target features for training, made on the fly by a plain transformers forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..taps import check_tap_ids
+from ..vocab import DraftVocab
+from .data import Batch
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the target says about one batch.
+
+    `law` holds one row per supervised token: the target's probabilities for that
+    token, on the draft vocabulary, not renormalised. `law_row` finds it.
+    """
+
+    taps: torch.Tensor  # [rows, tokens, num_taps * hidden]
+    embeds: torch.Tensor  # [rows, tokens, hidden]
+    law: torch.Tensor  # [num_supervised, draft_vocab]
+    best: torch.Tensor  # [num_supervised]: the target's argmax, a target id
+    law_row: torch.Tensor  # [rows, tokens] -> row of `law`, -1 elsewhere
+
+
+class TargetFeatures:
+    """A frozen target that answers with taps and next-token laws.
+
+    Args:
+        target_dir: Hugging Face directory of the target.
+        tap_ids: residual streams entering these layers (see `taps`).
+        vocab: draft vocabulary.
+        dtype, device: of the target's forward.
+    """
+
+    def __init__(
+        self,
+        target_dir: Path | str,
+        tap_ids: tuple[int, ...],
+        vocab: DraftVocab,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(str(target_dir), dtype=dtype)
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.decoder = self.model.get_decoder()
+        self.tap_ids = check_tap_ids(tap_ids, len(self.decoder.layers))
+        self.to_target_ids = vocab.to_target_ids.to(device)
+        self.device = device
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The target's input embedding, [vocab, hidden]."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def lm_head(self) -> torch.Tensor:
+        """The target's output projection, [vocab, hidden]."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def final_norm(self) -> torch.Tensor:
+        """Weight of the target's final norm, [hidden]."""
+        return self.decoder.norm.weight
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Features:
+        ids = batch.ids.to(self.device)
+        embeds = self.model.get_input_embeddings()(ids)
+        streams = {0: embeds}
+        # Padding is on the right, so a causal target needs no padding mask.
+        with self._recording(streams):
+            last = self.decoder(ids, use_cache=False).last_hidden_state
+        taps = torch.cat([streams[i] for i in self.tap_ids], dim=-1)
+        return Features(taps, embeds, *self._laws(last, batch.span_ids))
+
+    @contextmanager
+    def _recording(self, streams: dict[int, torch.Tensor]) -> Iterator[None]:
+        """Record the stream entering layer L as the output of layer L-1.
+
+        `output_hidden_states` would do, but for L = number of layers it returns the
+        stream after the final norm.
+        """
+
+        def keep(tap_id: int) -> Callable[..., None]:
+            def hook(_module: nn.Module, _args: object, output: Any) -> None:
+                streams[tap_id] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [
+            self.decoder.layers[i - 1].register_forward_hook(keep(i))
+            for i in self.tap_ids
+            if i > 0
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _laws(
+        self,
+        last: torch.Tensor,  # [rows, tokens, hidden], after the final norm
+        span_ids: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        row, token = (span_ids.to(self.device) > 0).nonzero(as_tuple=True)
+        law_row = torch.full(span_ids.shape, -1, device=self.device)
+        law_row[row, token] = torch.arange(row.numel(), device=self.device)
+        laws, bests = [], []
+        # The law of a token is read one position earlier.
+        for hidden in last[row, token - 1].split(512):
+            logits = self.model.get_output_embeddings()(hidden).float()
+            bests.append(logits.argmax(-1))
+            mass = logits.logsumexp(-1, keepdim=True)
+            law = (logits[:, self.to_target_ids] - mass).exp_()
+            laws.append(law.to(torch.bfloat16))
+        return torch.cat(laws), torch.cat(bests), law_row
