@@ -13,11 +13,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# Tiny models are quickest on one thread, and other work may share the machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
 from tests.engine_run import Run, llm_settings, run
 from tests.models import builders
+from tests.models.head_fixtures import save_head, small_target  # noqa: F401
 
 
 @pytest.fixture(scope="session")

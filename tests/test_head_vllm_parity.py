@@ -20,7 +20,6 @@ from tests.models.head_variants import (
     draft_step,
     edit_head,
     make_head,
-    write_small_target,
 )
 from vllm_eagle3.draft_head import Eagle3DraftHead
 from vllm_eagle3.head_io import (
@@ -61,11 +60,6 @@ class CausalAttention(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The process groups that vLLM's parallel layers want, of one process."""
     from vllm.distributed import (
@@ -88,7 +82,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def load_in_vllm(
-    target: Path, groups: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    small_target: Path, groups: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> LoadHead:
     """A function that has vLLM build and load a head for `target`."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -113,7 +107,7 @@ def load_in_vllm(
             SpeculativeConfig, "hf_config_override", staticmethod(override)
         )
         config = EngineArgs(
-            model=str(target),
+            model=str(small_target),
             skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=256,
@@ -163,11 +157,15 @@ def test_equals_vllm_without_overrides(
 @pytest.mark.parametrize("layout", ["specforge", "speculators"])
 @pytest.mark.parametrize("variant", ["plain", "everything", "yarn_rope"])
 def test_equals_vllm_in_other_layouts(
-    variant: str, layout: str, tmp_path: Path, target: Path, load_in_vllm: LoadHead
+    variant: str,
+    layout: str,
+    tmp_path: Path,
+    small_target: Path,
+    load_in_vllm: LoadHead,
 ) -> None:
     head, vocab = make_head(**VARIANTS[variant])
     write_head(tmp_path / "head", head, vocab, layout, TARGET_CONFIG)
-    overrides = serving_overrides(tmp_path / "head", target)
+    overrides = serving_overrides(tmp_path / "head", small_target)
     assert_same(load_in_vllm(tmp_path / "head", overrides), head, vocab)
 
 
@@ -215,16 +213,16 @@ MISREAD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fault", MISREAD)
 def test_overrides_make_vllm_compute_what_is_meant(
-    fault: str, tmp_path: Path, target: Path, load_in_vllm: LoadHead
+    fault: str, tmp_path: Path, small_target: Path, load_in_vllm: LoadHead
 ) -> None:
     case = MISREAD[fault]
     head, vocab = make_head(**VARIANTS[case["variant"]])
     folder = tmp_path / "head"
     write_head(folder, head, vocab, case.get("layout", "safeailab"), TARGET_CONFIG)
     edit_head(folder, **case.get("edit", {}))
-    loaded = read_head(folder, target)
+    loaded = read_head(folder, small_target)
     assert_same(
-        load_in_vllm(folder, serving_overrides(folder, target)),
+        load_in_vllm(folder, serving_overrides(folder, small_target)),
         loaded.head,
         loaded.vocab,
     )
@@ -245,18 +243,18 @@ def test_vllm_alone_misreads_a_speculators_default(
 
 
 def test_rotary_table_reaches_the_targets_positions(
-    tmp_path: Path, target: Path, load_in_vllm: LoadHead
+    tmp_path: Path, small_target: Path, load_in_vllm: LoadHead
 ) -> None:
     head, vocab = make_head(max_position_embeddings=128)
     write_head(tmp_path / "head", head, vocab, target_config=TARGET_CONFIG)
-    overrides = serving_overrides(tmp_path / "head", target)
+    overrides = serving_overrides(tmp_path / "head", small_target)
     model = load_in_vllm(tmp_path / "head", overrides)
     table = model.model.layers[0].self_attn.rotary_emb.cos_sin_cache
     assert table.shape[0] >= TARGET_CONFIG["max_position_embeddings"]
 
 
 def test_stock_loader_stops_at_a_map_of_a_full_vocabulary(
-    tmp_path: Path, target: Path, load_in_vllm: LoadHead
+    tmp_path: Path, small_target: Path, load_in_vllm: LoadHead
 ) -> None:
     """Why `check_head` sends such a head, which is otherwise whole, to `convert`."""
     head, vocab = make_head()
@@ -265,7 +263,7 @@ def test_stock_loader_stops_at_a_map_of_a_full_vocabulary(
     edit_head(tmp_path / "head", tensors=zeros)
     with pytest.raises(ValueError, match="draft_id_to_target_id"):
         load_in_vllm(tmp_path / "head")
-    convert_head(tmp_path / "head", tmp_path / "converted", "safeailab", target)
+    convert_head(tmp_path / "head", tmp_path / "converted", "safeailab", small_target)
     assert_same(load_in_vllm(tmp_path / "converted"), head, vocab)
 
 

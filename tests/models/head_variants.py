@@ -167,3 +167,9 @@ def draft_step(
         "feedback": head.feedback(hidden),
         "logits": head.logits(hidden),
     }
+
+
+def assert_same_head(one: Eagle3DraftHead, other: Eagle3DraftHead) -> None:
+    """Both compute the same, to the last bit."""
+    ours, theirs = draft_step(one), draft_step(other)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
