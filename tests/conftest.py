@@ -25,7 +25,7 @@ from tests.models.head_fixtures import save_head, small_target  # noqa: F401
 
 @pytest.fixture(scope="session")
 def models(pytestconfig: pytest.Config) -> Callable[[str], Path]:
-    """models("f1") -> folder of that fixture; kept between sessions until it changes."""
+    """models("f1") -> folder of that fixture, kept between sessions."""
     root = Path(pytestconfig.cache.mkdir("models")) / builders.digest()
     return lambda name: builders.build(root, name)
 

@@ -64,7 +64,9 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> Run:
         params,
         use_tqdm=False,
     )
-    drafted, accepted = (b - a for a, b in zip(before, _spec_counters(llm), strict=True))
+    drafted, accepted = (
+        b - a for a, b in zip(before, _spec_counters(llm), strict=True)
+    )
     replies = [output.outputs[0] for output in outputs]
     return Run(
         token_ids=[list(reply.token_ids) for reply in replies],

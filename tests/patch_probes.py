@@ -1,0 +1,188 @@
+"""What each CPU defect does to a user, as a program that runs in a process of its own.
+
+    python -m tests.patch_probes F1_FOLDER F2_FOLDER H2_FOLDER [--patched]
+
+Prints one JSON object: probe name -> "ok" or what went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+
+VOCAB = 8
+
+
+def expansion() -> str:
+    """Text sampled with speculation follows each request's own parameters."""
+    from tests.laws import chi_squared_excess
+
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
+    worst = {}
+    for name, drafts_have_probs in (("greedy", False), ("probabilistic", True)):
+        first, laws = _first_tokens(logits, drafts_have_probs)
+        worst[name] = max(
+            chi_squared_excess(ids, law) for ids, law in zip(first, laws, strict=True)
+        )
+    bad = {name: value for name, value in worst.items() if value > 10}
+    return f"chi-squared excess {bad}" if bad else "ok"
+
+
+def _first_tokens(
+    logits: torch.Tensor, drafts_have_probs: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """First sampled token of each kind of request in one mixed batch, and its law."""
+    kinds = [(0.5, VOCAB, 1.0), (1.5, VOCAB, 1.0), (1.0, 3, 1.0), (1.0, VOCAB, 0.6)]
+    kinds.append((0.0, VOCAB, 1.0))
+    each = 4000
+    batch = each * len(kinds)
+    t, k, p = (torch.tensor(column).repeat(each) for column in zip(*kinds, strict=True))
+    q = torch.linspace(0, 2, VOCAB).softmax(0)
+    drafts = torch.multinomial(q, batch, replacement=True).to(torch.int32)
+    if not drafts_have_probs:
+        drafts = torch.full((batch,), int(logits.argmax()), dtype=torch.int32)
+    output = _verify(
+        logits.repeat(2 * batch, 1),
+        drafts,
+        q.repeat(batch, 1) if drafts_have_probs else None,
+        temperature=t.float(),
+        top_k=k.to(torch.int32),
+        top_p=p.float(),
+    )
+    samples = [output[i :: len(kinds), 0].long() for i in range(len(kinds))]
+    return samples, [_law(logits, *kind) for kind in kinds]
+
+
+def _law(logits: torch.Tensor, t: float, k: int, p: float) -> torch.Tensor:
+    if t == 0:
+        return torch.nn.functional.one_hot(logits.argmax(), VOCAB).double()
+    values, order = logits.double().sort(descending=True)
+    values[k:] = -torch.inf
+    probs = (values / t).softmax(0)
+    probs[probs.cumsum(0) - probs >= p] = 0
+    return torch.zeros(VOCAB).double().scatter(0, order, probs / probs.sum())
+
+
+def padding() -> str:
+    """A padded draft is never accepted, wherever it stands in the batch."""
+    batch = 64
+    # All mass on the last token: in front of each row lies a probability of 1.
+    logits = torch.full((2 * batch, VOCAB), -50.0)
+    logits[:, -1] = 50.0
+    drafts = torch.full((batch,), -1, dtype=torch.int32)
+    output = _verify(logits, drafts, None, temperature=torch.ones(batch))
+    wrong = int((output != torch.tensor([VOCAB - 1, -1])).any(1).sum())
+    return f"{wrong} of {batch} padded drafts accepted" if wrong else "ok"
+
+
+def _verify(
+    logits: torch.Tensor,  # [2 * batch, VOCAB]: target and bonus row of each request
+    drafts: torch.Tensor,  # [batch], one draft each
+    draft_probs: torch.Tensor | None,  # [batch, VOCAB]
+    temperature: torch.Tensor,  # [batch]
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """vLLM's own rejection sampler -> [batch, 2], -1 where there is no token."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    batch = drafts.numel()
+    rows = torch.arange(2 * batch, dtype=torch.int32)
+    sampling = SamplingMetadata(
+        temperature=temperature,
+        all_greedy=False,
+        all_random=bool((temperature > 0).all()),
+        top_p=top_p,
+        top_k=top_k,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=torch.zeros(batch),
+        presence_penalties=torch.zeros(batch),
+        repetition_penalties=torch.ones(batch),
+        output_token_ids=[[] for _ in range(batch)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+    metadata = SpecDecodeMetadata(
+        draft_token_ids=drafts,
+        num_draft_tokens=[1] * batch,
+        cu_num_draft_tokens=torch.arange(1, batch + 1, dtype=torch.int32),
+        cu_num_sampled_tokens=torch.arange(2, 2 * batch + 2, 2, dtype=torch.int32),
+        target_logits_indices=rows[0::2],
+        bonus_logits_indices=rows[1::2],
+        logits_indices=rows,
+    )
+    sampler = RejectionSampler(Sampler())
+    return sampler(metadata, draft_probs, logits, sampling).sampled_token_ids
+
+
+def seeded_chunks(f1: str) -> str:
+    """A seeded request's text does not depend on how its prompt was chunked."""
+    from vllm import LLM, SamplingParams
+
+    from tests.engine_run import llm_settings, run
+    from tests.models.random_llama import known_prompts
+
+    params = SamplingParams(
+        temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, detokenize=False
+    )
+    prompts = known_prompts()[-2:]  # 128 and 300 tokens
+    texts = []
+    try:
+        for budget in (64, 512):
+            llm = LLM(**llm_settings(f1, max_num_batched_tokens=budget))
+            texts.append(run(llm, prompts, params).token_ids)
+            llm.llm_engine.engine_core.shutdown()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok" if texts[0] == texts[1] else f"texts differ: {texts}"
+
+
+def sampled_law(f2: str, h2: str) -> str:
+    """The engine's own sampled text follows the closed-form law of F2."""
+    from vllm import LLM
+
+    from tests.engine_run import llm_settings
+    from tests.law_runs import worst_excess
+
+    llm = LLM(**llm_settings(f2, h2, max_num_seqs=64))
+    worst, drafted = worst_excess(llm, samples=400)
+    if not drafted:
+        return "nothing was drafted"
+    return f"chi-squared excess {worst}" if worst > 10 else "ok"
+
+
+def main(f1: str, f2: str, h2: str, *flags: str) -> None:
+    if "--patched" in flags:
+        from vllm_eagle3.integration import patches
+
+        patches.apply_all()
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+    probes: dict[str, Callable[[], str]] = {
+        "cpu-expand-batch-to-tokens": expansion,
+        "cpu-padded-drafts": padding,
+        "sampled-law": lambda: sampled_law(f2, h2),
+        # The last one: on stock vLLM it leaves a dead engine behind.
+        "cpu-seeded-chunked-prefill": lambda: seeded_chunks(f1),
+    }
+    print(json.dumps({name: probe() for name, probe in probes.items()}), flush=True)
+    # A dead in-process engine can hang at exit.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
