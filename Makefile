@@ -25,7 +25,7 @@ $(VENV)/.dependencies-installed: requirements-cpu.txt packaging/vllm-metadata/py
 	  exit 1; }
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --no-deps -r requirements-cpu.txt || { \
+	$(PY) -m pip install --no-deps --no-compile -r requirements-cpu.txt || { \
 	  echo "Installing failed. If it was torch (+cpu): let pip see PyTorch's CPU" \
 	    "wheels, see README, Set-up." >&2; exit 1; }
 	$(PY) -m pip install --no-deps --no-build-isolation ./packaging/vllm-metadata

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_eagle3 import __version__, embedded, preload
+from vllm_eagle3.head_checks import check_head
 
 
 class Level(StrEnum):
@@ -128,14 +129,11 @@ def check_pair(target: str | None, head: str | None) -> list[Finding]:
 
 
 def _fit(head: Path, target: Path) -> list[Finding]:
-    from vllm_eagle3.head_io import check_head
-
-    try:
-        notes = check_head(head, target)
-    except ValueError as error:
-        return [Finding("fit", Level.ERROR, str(error))]
-    fits = Finding("fit", Level.OK, "the head fits the target")
-    return [fits, *(Finding("fit", Level.WARNING, str(note)) for note in notes)]
+    notes = check_head(head, target)
+    findings = [Finding(f"head {n.field}", Level(n.severity), n.message) for n in notes]
+    if is_well(findings):
+        findings.append(Finding("fit", Level.OK, "the head fits the target"))
+    return findings
 
 
 def _versions() -> list[Finding]:

@@ -16,7 +16,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,14 +42,14 @@ def wanted() -> list[Library]:
         Library(
             "libtcmalloc",
             _bundled_with_vllm("libtcmalloc*.so*")
+            or _in_environment("libtcmalloc*.so*")
             or _on_system("tcmalloc_minimal", "tcmalloc"),
             "optional; on Debian or Ubuntu: apt-get install libtcmalloc-minimal4",
         )
     ]
     if platform.machine() == "x86_64":
-        # Where the package intel-openmp puts it, in this environment.
-        installed = Path(sys.prefix) / "lib" / "libiomp5.so"
-        path = str(installed) if installed.is_file() else _on_system("iomp5")
+        # The package intel-openmp puts it into the environment's lib.
+        path = _in_environment("libiomp5.so") or _on_system("iomp5")
         libraries.append(Library("libiomp5", path, "pip install intel-openmp"))
     return libraries
 
@@ -101,7 +101,15 @@ def restart_with_preload() -> None:
 def _bundled_with_vllm(pattern: str) -> str | None:
     spec = importlib.util.find_spec("vllm")
     folders = (spec.submodule_search_locations or []) if spec else []
-    found = sorted(f for d in folders for f in (Path(d) / "libs").glob(pattern))
+    return _first([Path(d) / "libs" for d in folders], pattern)
+
+
+def _in_environment(pattern: str) -> str | None:
+    return _first([Path(sys.prefix) / "lib"], pattern)
+
+
+def _first(folders: Iterable[Path], pattern: str) -> str | None:
+    found = sorted(file for folder in folders for file in folder.glob(pattern))
     return str(found[0]) if found else None
 
 

@@ -13,9 +13,9 @@ def findings() -> list[Finding]:
     with contextlib.redirect_stdout(sys.stderr):
         from vllm.platforms import current_platform
 
-        from vllm_eagle3.integration import plugin
+        from vllm_eagle3.integration.plugin import status
 
         return [
             check_platform(current_platform.device_type),
-            *check_hooks(plugin.status()),
+            *check_hooks(status()),
         ]
