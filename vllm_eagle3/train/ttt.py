@@ -43,7 +43,8 @@ class UnrolledAttention:
         # Grouped-query attention: query heads of one KV head side by side.
         grouped = q.view(rows, k.shape[1], heads // k.shape[1], tokens, dim)
         first_k, first_v = (x[:, :, None] for x in steps[0])
-        scores = (grouped @ first_k.transpose(-1, -2)).float()
+        scores = grouped @ first_k.transpose(-1, -2)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
         own = [(grouped * kj[:, :, None]).sum(-1, keepdim=True) for kj, _ in steps[1:]]
