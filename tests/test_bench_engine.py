@@ -11,7 +11,7 @@ from vllm_eagle3.bench.results import make_results
 from vllm_eagle3.bench.runs import run_bench
 from vllm_eagle3.engine import EngineMode
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 ENGINE = "vllm_eagle3.integration.engine:VllmEngine"
 MAX_TOKENS = 24
 

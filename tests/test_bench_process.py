@@ -78,7 +78,7 @@ def test_crash_shows_the_end_of_the_log(tmp_path: Path) -> None:
 def test_engine_that_cannot_be_imported(tmp_path: Path) -> None:
     with worker(tmp_path, "tests.nowhere:Engine") as process:
         process.request_start(spec())
-        with pytest.raises(WorkerError, match="No module named 'tests.nowhere'"):
+        with pytest.raises(WorkerError, match=r"No module named 'tests\.nowhere'"):
             process.wait_started()
 
 

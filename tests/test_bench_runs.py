@@ -38,8 +38,8 @@ def two_repeats(tmp_path_factory: pytest.TempPathFactory):
 def test_methods_take_turns_and_rotate(two_repeats) -> None:
     _, recorder, _ = two_repeats
     once = ["off", "chain:2", "ours:auto"]
-    rounds = [once, once[1:] + once[:1], once[2:] + once[:2]]
-    assert recorder.order == 2 * sum(rounds, [])
+    second, third = once[1:] + once[:1], once[2:] + once[:2]
+    assert recorder.order == 2 * (once + second + third)
 
 
 def test_every_method_starts_once(two_repeats) -> None:

@@ -167,7 +167,7 @@ def test_tokenizer_without_chat_template() -> None:
 def test_template_that_refuses_names_the_prompt() -> None:
     tokenizer = byte_tokenizer(300)
     tokenizer.chat_template = "{{ raise_exception('no system, please') }}"
-    with pytest.raises(ValueError, match="here: .*no system, please"):
+    with pytest.raises(ValueError, match=r"here: .*no system, please"):
         first_turn_ids(Prompt((HELLO,), "here"), tokenizer)
 
 
