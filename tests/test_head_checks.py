@@ -22,6 +22,7 @@ from tests.models.head_variants import (
 )
 from vllm_eagle3.head_io import (
     check_head,
+    foreign_head,
     read_head,
     require_fitting_head,
     serving_overrides,
@@ -210,3 +211,30 @@ def test_target_may_be_a_config(small_target: Path, save_head: SaveHead) -> None
     assert serving_overrides(folder, TARGET_CONFIG) == serving_overrides(
         folder, small_target
     )
+
+
+# ---- heads of another kind
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "parallel drafting": {"config": {"mask_token_id": 5}},
+    "head without taps": {"config": {"eagle_config": {"use_aux_hidden_state": False}}},
+    "normed queries": {"tensors": {"midlayer.self_attn.q_norm.weight": torch.ones(32)}},
+    "quantised": {"config": {"quantization_config": {"quant_method": "fp8"}}},
+    "sliding window": {"config": {"layer_types": ["sliding_attention"]}},
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_head_of_another_kind_is_told_from_a_broken_one(
+    kind: str, small_target: Path, save_head: SaveHead
+) -> None:
+    folder = edit_head(save_head(), **FOREIGN[kind])
+    assert foreign_head(folder)
+    with pytest.raises(ValueError, match="cannot be used"):
+        require_fitting_head(folder, small_target)
+
+
+@pytest.mark.parametrize("dropped", ["fc.weight", "lm_head.weight", "architectures"])
+def test_incomplete_head_is_not_foreign(dropped: str, save_head: SaveHead) -> None:
+    assert foreign_head(edit_head(save_head("reduced_vocab"), drop=(dropped,))) == ""

@@ -71,6 +71,19 @@ def require_fitting_head(head_dir: str | os.PathLike[str], target: Target) -> No
         raise ValueError(_joined(head_dir, errors))
 
 
+def foreign_head(head_dir: str | os.PathLike[str]) -> str:
+    """Why a head is of a kind that vLLM may run but this package does not, or "".
+
+    Such a head (P-EAGLE, another attention, quantised) is not broken: an engine can
+    be left to vLLM's own chain instead of being refused.
+
+    Raises:
+        ValueError: files that are missing or broken.
+    """
+    meaning = read_meaning(read_head_files(head_dir), None)
+    return "; ".join(f"{f.field}: {f.message}" for f in meaning.findings if f.foreign)
+
+
 def serving_overrides(
     head_dir: str | os.PathLike[str], target: Target
 ) -> dict[str, Any]:

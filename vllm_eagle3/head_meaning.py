@@ -20,11 +20,13 @@ class Finding:
 
     ok: as it should be, or a harmless difference. warning: works as the checkpoint
     means it, but not by stock defaults or not without cost. error: cannot work.
+    `foreign` marks an error of this package alone: vLLM itself may run such a head.
     """
 
     severity: Severity
     field: str
     message: str
+    foreign: bool = False
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.field}: {self.message}"
@@ -46,6 +48,9 @@ class HeadMeaning:
 
     def note(self, severity: Severity, name: str, message: str) -> None:
         self.findings.append(Finding(severity, name, message))
+
+    def note_foreign(self, name: str, message: str) -> None:
+        self.findings.append(Finding("error", name, message, foreign=True))
 
     @property
     def errors(self) -> list[Finding]:

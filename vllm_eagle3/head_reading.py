@@ -38,7 +38,8 @@ def read_meaning(
         ValueError: config.json is so broken that not even its layout is known.
     """
     meaning = _sort_tensors(files)
-    _refuse_other_methods(meaning)
+    _note_foreign(meaning)
+    _note_unknown_switches(meaning)
     try:
         meaning.config = _read_config(meaning, target_config)
     except (TypeError, ValueError) as error:
@@ -65,7 +66,6 @@ def _sort_tensors(files: HeadFiles) -> HeadMeaning:
 
 # config.json field -> (values that this head can have, what another value means)
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu", None), "another activation"),
     "mlp_bias": ((False, None), "biases in the MLP"),
     "bias": ((False, None), "biases in the MLP and the output projection"),
     "is_causal": ((True, None), "attention that looks ahead"),
@@ -80,38 +80,47 @@ _ONLY_NESTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_last_layernorm": ((True, None), "no norm in front of lm_head"),
     "use_mtp_layernorm": ((False, None), "norms of the MTP kind"),
 }
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def _refuse_other_methods(meaning: HeadMeaning) -> None:
+def _note_foreign(meaning: HeadMeaning) -> None:
+    """Note what makes it another kind of head than this package runs."""
     nested = meaning.flat.get("eagle_config") or {}
     for config, rules in ((meaning.flat, _ONLY), (nested, _ONLY_NESTED)):
         for name, (allowed, consequence) in rules.items():
             if config.get(name) not in allowed:
-                meaning.note(
-                    "error",
+                meaning.note_foreign(
                     name,
                     f"got {config[name]!r} ({consequence}), want {allowed[0]!r}; "
                     "this package does not run such heads",
                 )
     if "sliding_attention" in (meaning.flat.get("layer_types") or []):
-        meaning.note(
-            "error",
+        meaning.note_foreign(
             "layer_types",
             "got sliding_attention, want full attention in every draft layer",
         )
-    # A switch nobody knows changes what the head computes: silence would only show
-    # as poor acceptance.
+    parts = {n.split("self_attn.")[1] for n in meaning.weights if "self_attn." in n}
+    if other := sorted({part.split(".")[0] for part in parts} - _PROJECTIONS):
+        meaning.note_foreign(
+            "self_attn",
+            f"attention of another kind, with {other}; want only "
+            f"{sorted(_PROJECTIONS)}: this package does not run such heads",
+        )
+
+
+def _note_unknown_switches(meaning: HeadMeaning) -> None:
+    """A switch nobody knows would only show as poor acceptance: name it."""
+    flat = meaning.flat
+    nested = flat.get("eagle_config") or {}
     known = {*_ONLY_NESTED, *SWITCHES}
     unknown = {n for n, v in nested.items() if v is True and n not in known}
-    unknown |= {
-        n
-        for n, v in meaning.flat.items()
-        if v is True and "norm" in n and n not in known
-    }
+    unknown |= {n for n in flat if flat[n] is True and "norm" in n and n not in known}
     for name in sorted(unknown):
         meaning.note(
             "error", name, f"unknown switch set to true; known: {sorted(known)}"
         )
+    if flat.get("hidden_act") not in ("silu", None):
+        meaning.note("error", "hidden_act", f"got {flat['hidden_act']!r}, want 'silu'")
 
 
 def _read_config(

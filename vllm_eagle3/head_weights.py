@@ -95,8 +95,7 @@ def compare_weights(meaning: HeadMeaning, config: DraftHeadConfig) -> None:
             message = f"got {list(weight.shape)}, want {list(shape)} by config.json"
             meaning.note("error", name, message)
         elif weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            meaning.note(
-                "error",
+            meaning.note_foreign(
                 name,
                 f"got {weight.dtype}, want float32, float16 or bfloat16; "
                 "this package does not run quantised heads",
