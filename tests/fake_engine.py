@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from vllm_eagle3.acceptance import DraftCounts
 from vllm_eagle3.engine import EngineSpec, Generation, Sampling
 
@@ -53,11 +51,6 @@ class FakeEngine:
         if sampling.top_logprobs:
             top_logprobs = tuple({token: -0.7, 1000: -0.75} for token in tokens)
         return Generation(tuple(tokens), top_logprobs)
-
-    def capture(
-        self, sequences: Sequence[Sequence[int]], tap_ids: Sequence[int]
-    ) -> list[torch.Tensor]:
-        raise NotImplementedError("no test captures from the fake engine")
 
     def metrics(self) -> DraftCounts:
         return self.counts

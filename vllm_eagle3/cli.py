@@ -25,7 +25,7 @@ from vllm_eagle3.bench.command import (
 from vllm_eagle3.bench.methods import KNOWN_METHODS
 from vllm_eagle3.bench.plan import BenchOptions
 from vllm_eagle3.bench.process import WorkerError
-from vllm_eagle3.engine import EngineMode
+from vllm_eagle3.engine import EngineMode, Sampling
 
 app = typer.Typer(
     help="EAGLE-3 speculative decoding for stock vLLM: serve, train, measure.",
@@ -169,3 +169,51 @@ def demo(
 ) -> None:
     """See speculation at work: a few prompts, with and without it, then a table."""
     run_demo_command(target, head, out, _ENGINE, Console())
+
+
+data_app = typer.Typer(help="Training data: the target's own words.")
+app.add_typer(data_app, name="data", no_args_is_help=True)
+_ROWS_HELP = "Row file to write; an unfinished one is continued."
+
+
+@data_app.command(name="prompts")
+def data_prompts(
+    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
+    out: Annotated[Path, typer.Option(help="Prompt file to write (.jsonl).")],
+    count: Annotated[int, typer.Option(help="Draws; some are dropped.")] = 1000,
+) -> None:
+    """Let the target write what users might ask it."""
+    from vllm_eagle3.integration.engine import VllmEngine
+    from vllm_eagle3.train import command
+
+    command.run_data_prompts(VllmEngine, target, count, out, Console())
+
+
+@data_app.command(name="regen")
+def data_regen(
+    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
+    prompts: Annotated[list[str], typer.Option(help="Prompt files.")],
+    out: Annotated[Path, typer.Option(help=_ROWS_HELP)],
+    limit: Annotated[int | None, typer.Option(help="First N of each file.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 384,
+    kind: Annotated[str, typer.Option(help="Label kept with each row.")] = "chat",
+) -> None:
+    """Let the target answer prompts; its token ids are the training rows."""
+    from vllm_eagle3.integration.engine import VllmEngine
+    from vllm_eagle3.train import command
+
+    sampling = Sampling(temperature, max_tokens)
+    command.run_data_regen(
+        VllmEngine, target, prompts, limit, sampling, kind, out, Console()
+    )
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Option("--config", "-c", help="YAML of the run.")],
+) -> None:
+    """Train a head; resumes if the run has been stopped."""
+    from vllm_eagle3.train import command
+
+    command.run_train(config, Console())

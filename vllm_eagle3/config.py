@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .drafter import TreeShape
+from .validation import explain
 
 KEY = "vllm_eagle3"
 MAX_SPECULATIVE_TOKENS = 64
@@ -66,16 +67,6 @@ def read_options(additional_config: Mapping[str, Any] | None) -> Eagle3Options:
     try:
         return Eagle3Options.model_validate(dict(given))
     except ValidationError as error:
-        raise ValueError(_explain(error)) from error
-
-
-def _explain(error: ValidationError) -> str:
-    known = ", ".join(Eagle3Options.model_fields)
-    problems = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            problems.append(f"{name}: unknown key, known ones are {known}")
-        else:
-            problems.append(f"{name}: got {item['input']!r}, {item['msg']}")
-    return f'additional_config["{KEY}"]: ' + "; ".join(problems)
+        raise ValueError(
+            f'additional_config["{KEY}"]: {explain(error, Eagle3Options)}'
+        ) from error

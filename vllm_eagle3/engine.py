@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from vllm_eagle3.acceptance import DraftCounts
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -87,14 +84,6 @@ class Engine(Protocol):
         self, prompts: Sequence[Sequence[int]], sampling: Sampling
     ) -> list[Generation]:
         """Continue all prompts as one batch; results in the order of the prompts."""
-        ...
-
-    def capture(
-        self,
-        sequences: Sequence[Sequence[int]],
-        tap_ids: Sequence[int],
-    ) -> list[torch.Tensor]:
-        """Activations that feed a head, one [tokens, num_taps * hidden] each."""
         ...
 
     def metrics(self) -> DraftCounts:

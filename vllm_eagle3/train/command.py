@@ -1,0 +1,113 @@
+"""The commands `data` and `train`: check the arguments, run, show progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import Progress
+
+from .. import embedded
+from ..engine import Engine, EngineSpec, Sampling
+from ..prompts import first_turn_ids, read_prompt_files
+from ..validation import explain
+from .regen import write_prompts, write_replies
+
+StartEngine = Callable[[EngineSpec], Engine]
+
+# Many short rows at once: what keeps a small target's engine full.
+_MAX_NUM_SEQS = 64
+
+
+def run_data_prompts(
+    start: StartEngine, target: str, count: int, out: Path, console: Console
+) -> None:
+    """Let the target write `count` user turns into `out`."""
+    target_dir, tokenizer = _target_and_tokenizer(target)
+    engine = start(EngineSpec(str(target_dir), max_num_seqs=_MAX_NUM_SEQS))
+    with Progress(console=console) as bar:
+        task = bar.add_task("prompts", total=count)
+        kept = write_prompts(
+            engine,
+            tokenizer,
+            count,
+            out,
+            lambda done, _: bar.update(task, completed=done),
+        )
+    console.print(f"{out}: {kept} prompts of {count} draws")
+
+
+def run_data_regen(
+    start: StartEngine,
+    target: str,
+    prompt_files: Sequence[str],
+    limit: int | None,
+    sampling: Sampling,
+    kind: str,
+    out: Path,
+    console: Console,
+) -> None:
+    """Answer the first turn of every prompt; append the rows to `out`."""
+    if out.suffix == ".gz":
+        raise ValueError(
+            f"out: got {out}, want a plain .jsonl (compress it afterwards)"
+        )
+    target_dir, tokenizer = _target_and_tokenizer(target)
+    prompts = read_prompt_files(prompt_files, limit)
+    ids = [first_turn_ids(prompt, tokenizer) for prompt in prompts]
+    engine = start(EngineSpec(str(target_dir), max_num_seqs=_MAX_NUM_SEQS))
+    with Progress(console=console) as bar:
+        task = bar.add_task("replies", total=len(ids))
+        written = write_replies(
+            engine,
+            ids,
+            sampling,
+            kind,
+            out,
+            lambda done, _: bar.update(task, completed=done),
+        )
+    console.print(f"{out}: {written} new reply tokens, {len(ids)} rows")
+
+
+def run_train(config: Path, console: Console) -> None:
+    """Train as `config` says; progress goes to the console and to out/log.jsonl."""
+    from .trainer import TrainConfig, Trainer
+
+    if not config.is_file():
+        raise ValueError(f"config: no file {config}")
+    try:
+        settings = TrainConfig.model_validate(yaml.safe_load(config.read_text()) or {})
+    except ValidationError as error:
+        raise ValueError(f"{config}: {explain(error, TrainConfig)}") from error
+    settings = settings.model_copy(
+        update={"target": str(embedded.resolve_target(settings.target))}
+    )
+    predicted = Trainer(settings, lambda record: console.print(_line(record))).train()
+    console.print(
+        f"{settings.out}/head: acceptance length "
+        f"{predicted.acceptance_length:.3f} predicted on held-out rows"
+    )
+
+
+def _target_and_tokenizer(target: str) -> tuple[Path, Any]:
+    from transformers import AutoTokenizer
+
+    target_dir = embedded.resolve_target(target)
+    return target_dir, AutoTokenizer.from_pretrained(str(target_dir))
+
+
+def _line(record: dict[str, Any]) -> str:
+    parts = [f"{key} {_short(value)}" for key, value in record.items()]
+    return "  ".join(parts)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return "/".join(str(_short(item)) for item in value)
+    return value
