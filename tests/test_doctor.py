@@ -124,6 +124,13 @@ def test_an_inactive_hook_is_an_error_with_its_reason(monkeypatch):
     assert "another release" in found.detail
 
 
+def test_a_patch_that_is_not_needed_is_well(monkeypatch):
+    monkeypatch.delenv("VLLM_EAGLE3", raising=False)
+    hook = SimpleNamespace(name="fix", active=False, reason="not needed here")
+
+    assert doctor.check_hooks([hook])[0].level is Level.OK
+
+
 def test_hooks_that_the_user_switched_off_are_a_note(monkeypatch):
     monkeypatch.setenv("VLLM_EAGLE3", "0")
     hook = SimpleNamespace(name="worker", active=False, reason="switched off")
