@@ -10,6 +10,7 @@ through untouched.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,16 @@ def _unsupported_engine(vllm_config: VllmConfig) -> str:
 
 def _fall_back(spec: Any, reason: str) -> None:
     length = min(spec.num_speculative_tokens, MAX_FALLBACK_CHAIN)
-    logger.warning(
-        "vllm_eagle3 leaves this engine to vLLM's own chain of %d: %s", length, reason
+    _warn_once(
+        f"vllm_eagle3 leaves this engine to vLLM's own chain of {length}: {reason}"
     )
     spec.num_speculative_tokens = length
+
+
+@cache
+def _warn_once(message: str) -> None:
+    # vLLM copies its configuration, which checks it again.
+    logger.warning(message)
 
 
 def _fit_head(vllm_config: VllmConfig) -> None:

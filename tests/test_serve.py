@@ -1,0 +1,161 @@
+"""`vllm serve` as users type it: our drafter at work behind the OpenAI interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engine
+
+Models = Callable[[str], Path]
+START_SECONDS = 240
+PROMPT = "An old tale of two sisters who crossed the sea"
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    log: Path
+    model: str
+
+    def client(self) -> Any:
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def counter(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics") as page:
+            lines = page.read().decode().splitlines()
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith(f"vllm:spec_decode_num_{name}_total")
+        )
+
+
+@pytest.fixture(scope="module")
+def server(
+    models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    target = str(models("f1"))
+    speculation = {
+        "method": "eagle3",
+        "model": str(models("h1")),
+        "num_speculative_tokens": 3,
+    }
+    command = ["vllm", "serve", target, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--speculative-config", json.dumps(speculation)]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
+    command += ["--block-size", "32"]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+    # Users do not set this; the tests' own engines do.
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ready(url, process, log)
+        yield Server(url, log, target)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_until_ready(url: str, process: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=2)
+            return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(f"no answer in {START_SECONDS} s:\n{log.read_text()[-3000:]}")
+
+
+def test_one_log_line_says_that_we_drive_the_engine(server: Server) -> None:
+    lines = [
+        line
+        for line in server.log.read_text().splitlines()
+        if "vllm_eagle3 drives this engine" in line
+    ]
+    assert len(lines) == 1 and "a chain of 3" in lines[0]
+
+
+def test_completion_equals_the_engine_without_speculation(
+    server: Server, engine: Any
+) -> None:
+    from vllm import SamplingParams
+
+    before = server.counter("draft_tokens"), server.counter("accepted_tokens")
+    ids = [1 + 7 * n % 500 for n in range(40)]
+    reply = server.client().completions.create(
+        model=server.model,
+        prompt=ids,
+        temperature=0,
+        max_tokens=60,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    plain = engine("f1").run([ids], params)
+    assert reply.choices[0].token_ids == plain.token_ids[0]
+    assert reply.usage.completion_tokens == 60
+    assert server.counter("draft_tokens") > before[0]
+
+
+def test_drafts_are_accepted_on_text_that_the_head_knows(server: Server) -> None:
+    from tests.models import random_llama
+
+    before = server.counter("accepted_tokens")
+    server.client().completions.create(
+        model=server.model,
+        prompt=random_llama.known_prompts()[1],
+        temperature=0,
+        max_tokens=30,
+        extra_body={"ignore_eos": True},
+    )
+    assert server.counter("accepted_tokens") - before >= 10
+
+
+def test_streamed_pieces_join_to_the_whole_reply(server: Server) -> None:
+    arguments: dict[str, Any] = {
+        "model": server.model,
+        "prompt": PROMPT,
+        "temperature": 0,
+        "max_tokens": 40,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = server.client().completions.create(**arguments)
+    pieces = list(
+        server.client().completions.create(
+            stream=True, stream_options={"include_usage": True}, **arguments
+        )
+    )
+    joined = "".join(p.choices[0].text for p in pieces if p.choices)
+    assert joined == whole.choices[0].text
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens == 40
+    finishes = [p.choices[0].finish_reason for p in pieces if p.choices]
+    assert [f for f in finishes if f] == ["length"]
+
+
+def test_chat_answers(server: Server) -> None:
+    message = {"role": "user", "content": PROMPT}
+    reply = server.client().chat.completions.create(
+        model=server.model, messages=[message], temperature=0, max_tokens=20
+    )
+    assert reply.choices[0].message.content
