@@ -1,11 +1,12 @@
-"""The benchmark over real engines: stock vLLM with and without a chain."""
+"""The benchmark over real engines: stock vLLM without and with a chain, and ours."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.bench_helpers import Recorder
-from tests.models import bigram
 from vllm_eagle3.bench.plan import BenchOptions, make_plan
 from vllm_eagle3.bench.results import make_results
 from vllm_eagle3.bench.runs import run_bench
@@ -17,24 +18,24 @@ MAX_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory):
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, models: Callable[[str], Path]
+) -> dict[tuple[str, int], Any]:
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("bench_engine")
-    bigram.build_f2(folder / "target")
-    bigram.build_h2(folder / "head")
     prompts = folder / "prompts.txt"
     prompts.write_text("one\nfour five\nthree\n")
     options = BenchOptions(
-        target=str(folder / "target"),
-        head=str(folder / "head"),
+        target=str(models("f2")),
+        head=str(models("h2")),
         prompts=(str(prompts),),
-        out=Path(folder / "out"),
-        methods="off,chain:3",
+        out=folder / "out",
+        methods="off,chain:3,ours:auto",
         batch="1,2",
         max_tokens=MAX_TOKENS,
         dtype="float32",
         max_model_len=256,
-        mode=EngineMode(enforce_eager=True),
+        mode=EngineMode(enforce_eager=True, threads=1),
     )
     plan = make_plan(options)
     results = make_results(plan, run_bench(plan, ENGINE, Recorder()))
@@ -42,16 +43,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_chain_drafts_are_accepted(runs, batch: int) -> None:
-    run = runs["chain:3", batch]
+@pytest.mark.parametrize("method", ["chain:3", "ours:auto"])
+def test_drafts_are_accepted(runs, method: str, batch: int) -> None:
+    run = runs[method, batch]
     assert run["counts"]["drafts"] > 0
     # H2 drafts what F2 will say: of 4 tokens a step only a reply's end is lost.
     assert run["acceptance_length"] > 3
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_chain_does_not_change_the_text(runs, batch: int) -> None:
-    run = runs["chain:3", batch]
+@pytest.mark.parametrize("method", ["chain:3", "ours:auto"])
+def test_speculation_does_not_change_the_text(runs, method: str, batch: int) -> None:
+    run = runs[method, batch]
     assert (run["identical"], run["different"]) == (3, 0)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vllm_eagle3.bench.methods import AUTO_NUM_TOKENS
 from vllm_eagle3.bench.plan import BenchOptions, BenchPlan, make_plan
 from vllm_eagle3.bench.report import ProgressWatcher, results_table, verdict
 from vllm_eagle3.bench.results import Record, make_results, write_json
 from vllm_eagle3.bench.runs import run_bench
+from vllm_eagle3.config import AUTO_CHAIN
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "prompt_sets" / "demo.jsonl"
 DEMO_METHODS = "off,chain:3,ours:auto"
@@ -47,7 +47,7 @@ def _announce(plan: BenchPlan, console: Console) -> None:
     if plan.head is not None:
         console.print(f"head   {plan.head}", highlight=False)
     if any(method.options.get("shape") == "auto" for method in plan.methods):
-        console.print(f"ours:auto stands for a chain of {AUTO_NUM_TOKENS} for now")
+        console.print(f"ours:auto stands for a chain of {AUTO_CHAIN} for now")
 
 
 def run_demo_command(

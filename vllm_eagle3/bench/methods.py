@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_eagle3.config import AUTO_CHAIN
+
 MAX_CHAIN = 16
-AUTO_NUM_TOKENS = 3  # what `auto` stands for until it can choose
 KNOWN_METHODS = f"off, chain:K, ours:auto, ours:chain:K (K in 1..{MAX_CHAIN})"
 
 
@@ -55,7 +56,7 @@ def parse_method(name: str) -> Method:
         case ["chain", length]:
             return Method(name, num_speculative_tokens=_chain_length(name, length))
         case ["ours", "auto"]:
-            return _ours(name, "auto", AUTO_NUM_TOKENS)
+            return _ours(name, "auto", AUTO_CHAIN)
         case ["ours", "chain", length]:
             return _ours(name, "chain", _chain_length(name, length))
     raise ValueError(f"methods: got {name!r}, want some of {KNOWN_METHODS}")
