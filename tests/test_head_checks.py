@@ -22,6 +22,7 @@ from tests.models.head_variants import (
 )
 from vllm_eagle3.head_io import (
     check_head,
+    convert_head,
     foreign_head,
     read_head,
     require_fitting_head,
@@ -238,3 +239,30 @@ def test_head_of_another_kind_is_told_from_a_broken_one(
 @pytest.mark.parametrize("dropped", ["fc.weight", "lm_head.weight", "architectures"])
 def test_incomplete_head_is_not_foreign(dropped: str, save_head: SaveHead) -> None:
     assert foreign_head(edit_head(save_head("reduced_vocab"), drop=(dropped,))) == ""
+
+
+# ---- what stops vLLM itself
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"drop": ("model_type",)}, "model_type: not written"),
+        (
+            {"config": {"layer_types": ["full_attention"] * 2}},
+            "layer_types: 2 entries for 1 draft layers",
+        ),
+    ],
+)
+def test_config_that_vllm_cannot_read_is_sent_to_convert(
+    edit: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    small_target: Path,
+    save_head: SaveHead,
+) -> None:
+    folder = edit_head(save_head(), **edit)
+    with pytest.raises(ValueError, match=message):
+        require_fitting_head(folder, small_target)
+    convert_head(folder, tmp_path / "converted", "safeailab", small_target)
+    require_fitting_head(tmp_path / "converted", small_target)

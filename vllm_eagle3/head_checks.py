@@ -244,6 +244,22 @@ def _check_dtype(meaning: HeadMeaning, target_config: Mapping[str, Any]) -> None
 
 
 def _check_for_vllm(meaning: HeadMeaning, head: DraftHeadConfig) -> None:
+    """What stops vLLM before anyone can tell it what the checkpoint means."""
+    if meaning.layout != "speculators" and not meaning.flat.get("model_type"):
+        meaning.note(
+            "error",
+            "model_type",
+            'not written, and transformers cannot read config.json without; add "llama"'
+            " or use `vllm-eagle3 convert`",
+        )
+    layer_types = meaning.flat.get("layer_types")
+    if layer_types and len(layer_types) != head.num_hidden_layers:
+        meaning.note(
+            "error",
+            "layer_types",
+            f"{len(layer_types)} entries for {head.num_hidden_layers} draft layers; "
+            "remove the field",
+        )
     if head.draft_vocab_size == head.vocab_size and meaning.d2t is not None:
         meaning.note(
             "error",
