@@ -86,7 +86,10 @@ def load_in_vllm(
 ) -> LoadHead:
     """A function that has vLLM build and load a head for `target`."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("VLLM_EAGLE3", "0")
+    # Stock vLLM, whether or not an earlier test has loaded the plugin.
+    monkeypatch.setattr(
+        "vllm_eagle3.integration.engine_config.prepare", lambda *_: None
+    )
     # vLLM's loader empties the accelerator's cache; on a CPU its worker stubs that.
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     from vllm.config import SpeculativeConfig, set_current_vllm_config

@@ -250,7 +250,7 @@ def _check_for_vllm(meaning: HeadMeaning, head: DraftHeadConfig) -> None:
             "error",
             "model_type",
             'not written, and transformers cannot read config.json without; add "llama"'
-            " or use `vllm-eagle3 convert`",
+            " or use vllm_eagle3.head_io.convert_head",
         )
     layer_types = meaning.flat.get("layer_types")
     if layer_types and len(layer_types) != head.num_hidden_layers:
@@ -265,7 +265,7 @@ def _check_for_vllm(meaning: HeadMeaning, head: DraftHeadConfig) -> None:
             "error",
             "d2t",
             "stored although the vocabulary is full, and vLLM's loader stops at it; "
-            "`vllm-eagle3 convert` leaves it out",
+            "vllm_eagle3.head_io.convert_head leaves it out",
         )
 
 
