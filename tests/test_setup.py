@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -97,6 +98,16 @@ def wait_until_healthy(url: str, server: subprocess.Popen, seconds: float) -> No
     raise AssertionError(f"the server was not ready after {seconds} s")
 
 
+def stop(server: subprocess.Popen) -> None:
+    """End the server and its engine processes, also where they hang."""
+    server.terminate()
+    try:
+        server.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
 @needs_vllm
 @pytest.mark.engine
 def test_vllm_serve_answers_on_the_embedded_target(tmp_path):
@@ -113,10 +124,14 @@ def test_vllm_serve_answers_on_the_embedded_target(tmp_path):
 
     with log.open("w") as sink:
         server = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env=environment
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
     try:
-        wait_until_healthy(f"http://127.0.0.1:{port}", server, 300)
+        wait_until_healthy(f"http://127.0.0.1:{port}", server, 600)
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/v1/chat/completions",
             json.dumps(body).encode(),
@@ -125,8 +140,7 @@ def test_vllm_serve_answers_on_the_embedded_target(tmp_path):
         with urllib.request.urlopen(request, timeout=120) as response:
             answer = json.load(response)["choices"][0]
     finally:
-        server.terminate()
-        server.wait(60)
+        stop(server)
         print(log.read_text()[-4000:])
 
     assert answer["message"]["content"] == "The capital of France is Paris."
