@@ -1,9 +1,11 @@
-"""Settings of the small test engines, and one batch through such an engine."""
+"""The small test engines: their settings, one at a time, and a batch through one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -88,3 +90,55 @@ def _spec_counters(llm: Any) -> tuple[int, int]:
         int(values.get(prefix + "draft_tokens", 0)),
         int(values.get(prefix + "accepted_tokens", 0)),
     )
+
+
+class EngineHandle:
+    """One engine of the pool: `run(prompts, params)`, and vLLM's own object as `llm`.
+
+    `params` is one SamplingParams for all prompts or one for each.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def run(self, prompts: Sequence[Sequence[int]], params: Any) -> Run:
+        return run(self.llm, prompts, params)
+
+
+class EnginePool:
+    """At most one in-process engine, kept as long as the settings stay the same."""
+
+    def __init__(self, models: Callable[[str], Path]) -> None:
+        self._models = models
+        self._key = ""
+        self._handle: EngineHandle | None = None
+
+    def __call__(
+        self, target: str, head: str | None = None, **settings: Any
+    ) -> EngineHandle:
+        """Engine for a fixture target and head.
+
+        Args:
+            target, head: fixture names; no head means no speculation.
+            settings: `num_speculative_tokens`, `draft_sample_method` and any argument
+                of vllm.LLM.
+        """
+        key = repr((target, head, sorted(settings.items())))
+        if self._handle is None or key != self._key:
+            self.close()
+            paths = (str(self._models(n)) if n else None for n in (target, head))
+            from vllm import LLM
+
+            self._handle = EngineHandle(LLM(**llm_settings(*paths, **settings)))
+            self._key = key
+        return self._handle
+
+    def close(self) -> None:
+        if self._handle is None:
+            return
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._handle.llm.llm_engine.engine_core.shutdown()
+        self._handle = None
+        gc.collect()
+        cleanup_dist_env_and_memory()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from tests.engine_run import run
-from tests.laws import MIXED, PLACES, START, excess
+from tests.engine_run import EngineHandle
+from tests.laws import MIXED, PLACES, START, Sampling, excess
 
 
-def worst_excess(llm: Any, samples: int) -> tuple[float, int]:
+def worst_excess(
+    engine: EngineHandle, samples: int, laws: Sequence[Sampling] = MIXED
+) -> tuple[float, int]:
     """Worst chi-squared excess over all laws, and the number of draft tokens.
 
     All laws are sampled in one batch, neighbours with different parameters.
@@ -25,9 +27,9 @@ def worst_excess(llm: Any, samples: int) -> tuple[float, int]:
             detokenize=False,
         )
         for _ in range(samples)
-        for law in MIXED
+        for law in laws
     ]
-    result = run(llm, [[9, START]] * len(params), params)
-    replies = [result.token_ids[i :: len(MIXED)] for i in range(len(MIXED))]
-    worst = max(excess(r, law) for r, law in zip(replies, MIXED, strict=True))
+    result = engine.run([[9, START]] * len(params), params)
+    replies = [result.token_ids[i :: len(laws)] for i in range(len(laws))]
+    worst = max(excess(r, law) for r, law in zip(replies, laws, strict=True))
     return worst, result.drafted

@@ -1,6 +1,6 @@
 """What each CPU defect does to a user, as a program that runs in a process of its own.
 
-    python -m tests.patch_probes F1_FOLDER F2_FOLDER H2_FOLDER [--patched]
+    python -m tests.patch_probes FIXTURE_MODELS [--patched]
 
 Prints one JSON object: probe name -> "ok" or what went wrong.
 """
@@ -11,16 +11,20 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+from tests.engine_run import EnginePool
+from tests.law_runs import worst_excess
+from tests.laws import LIMIT, MIXED, chi_squared_excess
+from tests.models.random_llama import known_prompts
 
 VOCAB = 8
 
 
 def expansion() -> str:
     """Text sampled with speculation follows each request's own parameters."""
-    from tests.laws import chi_squared_excess
-
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     worst = {}
     for name, drafts_have_probs in (("greedy", False), ("probabilistic", True)):
@@ -28,7 +32,7 @@ def expansion() -> str:
         worst[name] = max(
             chi_squared_excess(ids, law) for ids, law in zip(first, laws, strict=True)
         )
-    bad = {name: value for name, value in worst.items() if value > 10}
+    bad = {name: value for name, value in worst.items() if value > LIMIT}
     return f"chi-squared excess {bad}" if bad else "ok"
 
 
@@ -127,43 +131,40 @@ def _verify(
     return sampler(metadata, draft_probs, logits, sampling).sampled_token_ids
 
 
-def seeded_chunks(f1: str) -> str:
+def seeded_chunks(engine: EnginePool) -> str:
     """A seeded request's text does not depend on how its prompt was chunked."""
-    from vllm import LLM, SamplingParams
-
-    from tests.engine_run import llm_settings, run
-    from tests.models.random_llama import known_prompts
+    from vllm import SamplingParams
 
     params = SamplingParams(
         temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, detokenize=False
     )
     prompts = known_prompts()[-2:]  # 128 and 300 tokens
-    texts = []
-    try:
-        for budget in (64, 512):
-            llm = LLM(**llm_settings(f1, max_num_batched_tokens=budget))
-            texts.append(run(llm, prompts, params).token_ids)
-            llm.llm_engine.engine_core.shutdown()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
+    texts = [
+        engine("f1", max_num_batched_tokens=budget).run(prompts, params).token_ids
+        for budget in (64, 512)
+    ]
     return "ok" if texts[0] == texts[1] else f"texts differ: {texts}"
 
 
-def sampled_law(f2: str, h2: str) -> str:
+def sampled_law(engine: EnginePool) -> str:
     """The engine's own sampled text follows the closed-form law of F2."""
-    from vllm import LLM
-
-    from tests.engine_run import llm_settings
-    from tests.law_runs import worst_excess
-
-    llm = LLM(**llm_settings(f2, h2, max_num_seqs=64))
-    worst, drafted = worst_excess(llm, samples=400)
+    # Temperatures alone: garbage in top-k would stop stock vLLM with an index error.
+    handle = engine("f2", "h2", max_num_seqs=64)
+    worst, drafted = worst_excess(handle, samples=300, laws=MIXED[:3])
     if not drafted:
         return "nothing was drafted"
-    return f"chi-squared excess {worst}" if worst > 10 else "ok"
+    return f"chi-squared excess {worst}" if worst > LIMIT else "ok"
 
 
-def main(f1: str, f2: str, h2: str, *flags: str) -> None:
+def _outcome(probe: Callable[[], str]) -> str:
+    """What the probe says; an error of vLLM is an outcome like any other."""
+    try:
+        return probe()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main(models: str, *flags: str) -> None:
     if "--patched" in flags:
         from vllm_eagle3.integration import patches
 
@@ -172,14 +173,16 @@ def main(f1: str, f2: str, h2: str, *flags: str) -> None:
 
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
+    engine = EnginePool(lambda name: Path(models) / name)
     probes: dict[str, Callable[[], str]] = {
         "cpu-expand-batch-to-tokens": expansion,
         "cpu-padded-drafts": padding,
-        "sampled-law": lambda: sampled_law(f2, h2),
+        "sampled-law": lambda: sampled_law(engine),
         # The last one: on stock vLLM it leaves a dead engine behind.
-        "cpu-seeded-chunked-prefill": lambda: seeded_chunks(f1),
+        "cpu-seeded-chunked-prefill": lambda: seeded_chunks(engine),
     }
-    print(json.dumps({name: probe() for name, probe in probes.items()}), flush=True)
+    outcomes = {name: _outcome(probe) for name, probe in probes.items()}
+    print(json.dumps(outcomes), flush=True)
     # A dead in-process engine can hang at exit.
     os._exit(0)
 

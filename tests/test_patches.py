@@ -31,9 +31,9 @@ def _probe(models, *flags: str, pythonpath: Path | None = None) -> dict[str, str
         "VLLM_EAGLE3": "0",
         "PYTHONPATH": os.pathsep.join(reversed(paths)),
     }
-    folders = [str(models(name)) for name in ("f1", "f2", "h2")]
+    [root] = {models(name).parent for name in ("f1", "f2", "h2")}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.patch_probes", *folders, *flags],
+        [sys.executable, "-m", "tests.patch_probes", str(root), *flags],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,

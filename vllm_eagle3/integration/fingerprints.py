@@ -29,10 +29,9 @@ from vllm_eagle3.integration.patches import PATCHES
 RECORD = Path(__file__).with_name("fingerprints.json")
 
 # Every vLLM function that we override or wrap, as `module:qualname`.
-OVERRIDDEN: list[str] = [
-    *FUNCTIONS,
-    *(function for patch in PATCHES for function in patch.functions),
-]
+OVERRIDDEN: list[str] = sorted(
+    {*FUNCTIONS, *(function for patch in PATCHES for function in patch.functions)}
+)
 
 
 class Mismatch(NamedTuple):
@@ -174,7 +173,7 @@ def record() -> list[str]:
     releases, root = read_record(), vllm_root()
     before = releases.get(vllm_version(), {})
     after = {}
-    for function in sorted(set(OVERRIDDEN)):
+    for function in OVERRIDDEN:
         found = fingerprint(function, root)
         if found is None:
             raise ValueError(
