@@ -49,7 +49,8 @@ class EngineMode:
         separate_process: vLLM's engine core in a process of its own.
         block_size: tokens per KV block; None leaves the choice to vLLM.
         block_time_ms: how long idle OpenMP threads spin before they sleep
-            (KMP_BLOCKTIME); None leaves the library's own default.
+            (KMP_BLOCKTIME). The default is what vLLM gives its worker processes;
+            the library's own 200 would let an idle engine disturb the next one.
         threads: OpenMP threads; None means one per core this process may use.
         preload: load the allocator and OpenMP libraries that vLLM recommends.
     """
@@ -57,7 +58,7 @@ class EngineMode:
     enforce_eager: bool = False
     separate_process: bool = False
     block_size: int | None = None
-    block_time_ms: int | None = None
+    block_time_ms: int = 5
     threads: int | None = None
     preload: bool = True
 

@@ -6,15 +6,19 @@ from pathlib import Path
 
 from rich.console import Console
 
+from vllm_eagle3.bench.launch import available_cores
 from vllm_eagle3.bench.plan import BenchOptions, BenchPlan, make_plan
 from vllm_eagle3.bench.report import ProgressWatcher, results_table, verdict
 from vllm_eagle3.bench.results import Record, make_results, write_json
 from vllm_eagle3.bench.runs import run_bench
 from vllm_eagle3.config import AUTO_CHAIN
+from vllm_eagle3.engine import EngineMode
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "prompt_sets" / "demo.jsonl"
 DEMO_METHODS = "off,chain:3,ours:auto"
 DEMO_TOKENS = 64
+# torch.compile takes minutes for three engines, longer than all the demo's replies.
+DEMO_MODE = EngineMode(enforce_eager=True)
 _DEMO_FIELDS = (
     *("tokens_per_s", "speed_up", "acceptance_length", "new_tokens", "seconds"),
     *("prompts", "identical", "near_ties", "different"),
@@ -46,6 +50,8 @@ def _announce(plan: BenchPlan, console: Console) -> None:
     console.print(f"target {plan.target}", highlight=False)
     if plan.head is not None:
         console.print(f"head   {plan.head}", highlight=False)
+    how = "eager" if plan.options.mode.enforce_eager else "compiled"
+    console.print(f"every method runs {how}, on {available_cores()} cores")
     if any(method.options.get("shape") == "auto" for method in plan.methods):
         console.print(f"ours:auto stands for a chain of {AUTO_CHAIN} for now")
 
@@ -66,6 +72,7 @@ def run_demo_command(
         out=out.with_name(f"{out.stem}_run"),
         methods=DEMO_METHODS,
         max_tokens=DEMO_TOKENS,
+        mode=DEMO_MODE,
     )
     results = run_bench_command(options, engine, console)
     demo = {"methods": {r["method"]: _demo_record(r) for r in results["runs"]}}

@@ -37,8 +37,7 @@ def worker_environ(
     if mode.separate_process:
         # vLLM would keep a core for its scheduler, which sleeps while the model runs.
         environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if mode.block_time_ms is not None:
-        environ["KMP_BLOCKTIME"] = str(mode.block_time_ms)
+    environ["KMP_BLOCKTIME"] = str(mode.block_time_ms)
     if mode.preload:
         return preload.child_environment(environ)
     environ.pop("LD_PRELOAD", None)
