@@ -44,7 +44,7 @@ def test_row_of_a_speculative_method() -> None:
     assert "30.0 (29.0..31.0)" in text
     assert "1.25 (1.20..1.30)" in text
     assert "1.87" in text
-    assert "10 of 12, 1 near-ties, 1 DIFFERENT" in text
+    assert "10 of 12, 1 near-tie, 1 DIFFERENT" in text
 
 
 def test_one_repeat_has_no_range() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from vllm_eagle3 import preload
 from vllm_eagle3.bench.methods import Method
@@ -45,5 +46,14 @@ def worker_environ(
 
 
 def available_cores() -> int:
-    """Cores this process may use; fewer than the machine's in a container."""
-    return len(os.sched_getaffinity(0))
+    """Physical cores this process may use; fewer than the machine's in a container.
+
+    Two hardware threads of a core share what a matrix product needs, so a second
+    OpenMP thread on it only waits.
+    """
+    return len({_core(cpu) for cpu in os.sched_getaffinity(0)})
+
+
+def _core(cpu: int) -> str:
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return topology.read_text() if topology.is_file() else str(cpu)

@@ -89,7 +89,7 @@ class ProgressWatcher:
     def checking(self, num_prompts: int) -> None:
         if num_prompts:
             self._console.print(
-                f"looking at {num_prompts} prompts whose tokens differ from off",
+                f"not the tokens of off: {num_prompts} of the prompts; looking closer",
                 highlight=False,
             )
 
@@ -141,7 +141,7 @@ def _identity(run: Record) -> str:
         return "-"
     text = f"{run['identical']} of {run['prompts']}"
     if run["near_ties"]:
-        text += f", {run['near_ties']} near-ties"
+        text += f", {run['near_ties']} near-tie" + "s" * (run["near_ties"] > 1)
     if run["different"]:
         text += f", {run['different']} DIFFERENT"
     return text
