@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from ..config import KEY, MAX_FALLBACK_CHAIN, read_options
+from ..drafter import TreeShape
 from ..head_checks import require_fitting_head, serving_overrides
 
 logger = logging.getLogger("vllm.vllm_eagle3")
@@ -30,6 +31,8 @@ WORKERS = {
         "vllm_eagle3.integration.gpu_worker.Eagle3GPUWorker"
     ),
 }
+
+SCHEDULER = "vllm_eagle3.integration.scheduler.Eagle3Scheduler"
 
 
 def install(unsupported: str) -> None:
@@ -82,13 +85,44 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
         return
     if shape is not None:
         spec.num_speculative_tokens = shape.num_nodes
+        if shape.top_k > 1:
+            _prepare_for_trees(vllm_config, shape)
     worker = vllm_config.parallel_config.worker_cls
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
-    drafts = "no drafts" if shape is None else f"a chain of {shape.num_nodes}"
     logger.info(
         "vllm_eagle3 drives this engine: shape %s means %s, V1 model runner",
         options.shape,
-        drafts,
+        _describe(shape),
+    )
+
+
+def _prepare_for_trees(vllm_config: VllmConfig, shape: TreeShape) -> None:
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls not in (None, SCHEDULER):
+        raise ValueError(
+            f'shape: got "tree" with scheduler_cls {scheduler.scheduler_cls}, want '
+            'vLLM\'s own scheduler; use "shape": "chain"'
+        )
+    rows = scheduler.max_num_seqs * shape.top_k
+    if rows > scheduler.max_num_batched_tokens:
+        raise ValueError(
+            f"top_k: got {shape.top_k} with max_num_seqs {scheduler.max_num_seqs}; a "
+            f"level of all trees has {rows} rows, more than max_num_batched_tokens "
+            f"{scheduler.max_num_batched_tokens}; lower one or raise the other"
+        )
+    scheduler.scheduler_cls = SCHEDULER
+    # The next step's topology is known only when this step's drafts are.
+    scheduler.async_scheduling = False
+
+
+def _describe(shape: TreeShape | None) -> str:
+    if shape is None:
+        return "no drafts"
+    if shape.top_k == 1:
+        return f"a chain of {shape.num_nodes}"
+    return (
+        f"trees of {shape.num_nodes} nodes, {shape.top_k} children a node, "
+        f"{shape.depth} levels"
     )
 
 

@@ -10,3 +10,7 @@ from .model_runner import Eagle3GPUModelRunner
 class Eagle3GPUWorker(gpu_worker.Worker):
     def _make_model_runner(self) -> Eagle3GPUModelRunner:
         return Eagle3GPUModelRunner(self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        """What trees need as scratch is not the block manager's to give."""
+        return super().determine_available_memory() - self.model_runner.scratch_bytes()

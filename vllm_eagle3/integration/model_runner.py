@@ -1,19 +1,42 @@
-"""Model runners whose drafter is ours and whose greedy batches are matched directly."""
+"""Model runners that verify trees.
+
+One step of a request with a tree, on top of vLLM's:
+
+    _prepare_inputs           rows get the positions of their depths
+    forward                   attention sees causal runs (run_attention)
+    _sample                   the walk down the tree; accepted KV moves into place
+    propose_draft_token_ids   accepted rows move to the front, as if from a chain
+    take_draft_token_ids      new trees go to the scheduler with their parents
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
-from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from ..tree import chain
-from ..verify import match_tree
+from ..config import read_options
+from ..tree_runs import batch_trees, blocks_per_branch, num_branches
+from ..verify import Verdict
 from .proposer import Eagle3Proposer
+from .run_attention import RunAttention
+from .sampler import (
+    as_output,
+    match_by_argmax,
+    match_by_sampling,
+    read_drafts,
+    takes_plain_argmax,
+)
+from .scheduler import TreeDraftTokenIds
+from .scratch import add_blocks, scratch_blocks, scratch_branches
 
 
 class Eagle3Runner(GPUModelRunner):
@@ -22,23 +45,204 @@ class Eagle3Runner(GPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.drafter = Eagle3Proposer(self.vllm_config, self.device, self)
+        shape = read_options(self.vllm_config.additional_config).tree_shape(
+            self.num_spec_tokens
+        )
+        self.tree_shape = shape if shape is not None and shape.top_k > 1 else None
+        self.tree_attention: RunAttention | None = None
+        # request -> parents of its drafts in this step
+        self.trees: dict[int, np.ndarray] = {}
+        self._verdict: Verdict | None = None
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        if self.tree_shape is not None:
+            self._prepare_trees()
+
+    def initialize_kv_cache_tensors(
+        self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        if self.tree_shape is not None:
+            kv_cache_config = add_blocks(kv_cache_config, self._num_scratch_blocks())
+        return super().initialize_kv_cache_tensors(kv_cache_config, *args, **kwargs)
+
+    def scratch_bytes(self) -> int:
+        """Memory that trees need on top of the KV cache."""
+        if self.tree_shape is None:
+            return 0
+        specs = self.get_kv_cache_spec().values()
+        return self._num_scratch_blocks() * sum(s.page_size_bytes for s in specs)
+
+    def _num_scratch_blocks(self) -> int:
+        assert self.tree_shape is not None
+        return scratch_blocks(
+            self.tree_shape, self.max_num_reqs, self.cache_config.block_size
+        )
+
+    def _prepare_trees(self) -> None:
+        groups = self.kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ValueError(
+                f"shape: got 'tree' for a target with {len(groups)} groups of KV "
+                'caches, want one; use "shape": "chain"'
+            )
+        shape, block_size = self.tree_shape, self.cache_config.block_size
+        assert shape is not None
+        first = self.kv_cache_config.num_blocks
+        scratch = first + np.arange(self._num_scratch_blocks()).reshape(
+            scratch_branches(shape, self.max_num_reqs),
+            blocks_per_branch(shape.depth + 1, block_size),
+        )
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        drafting = self.drafter.draft_layer_names
+        self.drafter.prepare_trees(
+            shape, [layers[name] for name in sorted(drafting)], block_size, scratch
+        )
+        self.tree_attention = RunAttention(
+            [g.get_metadata_builder() for g in self.attn_groups[0]],
+            [layer for name, layer in layers.items() if name not in drafting],
+            block_size,
+            scratch,
+            self.device,
+        )
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        index = self.input_batch.req_id_to_index
+        parents = getattr(scheduler_output, "tree_parents", {})
+        self.trees = {index[r]: np.array(tree) for r, tree in parents.items()}
+        if self.tree_attention is not None:
+            self._place_trees()
+        return prepared
+
+    def _place_trees(self) -> None:
+        """Give rows the positions of their depths, and attention its runs."""
+        assert self.tree_attention is not None
+        branched = {r: tree for r, tree in self.trees.items() if num_branches(tree)}
+        if not branched:
+            self.tree_attention.leave()
+            return
+        num_reqs = self.input_batch.num_reqs
+        batch = batch_trees(
+            self.query_start_loc.np[: num_reqs + 1].astype(int),
+            self.input_batch.num_computed_tokens_cpu[:num_reqs].astype(int),
+            branched,
+        )
+        table = self.input_batch.block_table[0].block_table.np[:num_reqs].astype(int)
+        self.tree_attention.enter(batch, table)
+        positions = np.repeat(batch.contexts, np.diff(batch.starts)) + batch.depths
+        self.positions[: len(positions)] = torch.from_numpy(positions)
 
     def _sample(
         self,
         logits: torch.Tensor | None,
         spec_decode_metadata: SpecDecodeMetadata | None,
     ) -> SamplerOutput:
-        sampling = self.input_batch.sampling_metadata
-        if (
-            logits is None
-            or spec_decode_metadata is None
-            or not _takes_plain_argmax(sampling)
-        ):
+        self._verdict = None
+        if logits is None or spec_decode_metadata is None or self._judges_by_ratio():
             return super()._sample(logits, spec_decode_metadata)
-        return SamplerOutput(
-            sampled_token_ids=_match_drafts(logits, spec_decode_metadata),
-            logprobs_tensors=None,
+        trees = {r: torch.from_numpy(tree) for r, tree in self.trees.items()}
+        drafts = read_drafts(spec_decode_metadata, trees, logits.shape[0])
+        sampling = self.input_batch.sampling_metadata
+        logprobs = None
+        if takes_plain_argmax(sampling):
+            verdict = match_by_argmax(logits, drafts)
+        else:
+            verdict, logprobs = match_by_sampling(
+                logits, drafts, self.sampler, sampling, self._max_emitted()
+            )
+        self._verdict = verdict
+        self._commit(verdict)
+        return as_output(verdict, logprobs)
+
+    def _judges_by_ratio(self) -> bool:
+        """Drafts that were sampled are vLLM's own chains, with their probabilities."""
+        return self._draft_probs is not None
+
+    def _max_emitted(self) -> torch.Tensor:
+        """Tokens a request may emit before a processor's state changes."""
+        limits = []
+        for req_id in self.input_batch.req_ids:
+            state = self.requests[req_id]
+            params, done = state.sampling_params, len(state.output_token_ids)
+            missing = 0 if params is None else params.min_tokens - done
+            limits.append(missing if missing > 0 else self.max_model_len)
+        return torch.tensor(limits, device=self.device)
+
+    def _commit(self, verdict: Verdict) -> None:
+        attention = self.tree_attention
+        if attention is None or attention.batch is None:
+            return
+        # The last accepted node of each request; the root where nothing was.
+        last = verdict.nodes.max(1).values if verdict.nodes.numel() else None
+        starts = attention.batch.starts
+        attention.commit(
+            {
+                r: int(starts[r]) + (0 if last is None else int(last[r]) + 1)
+                for r, tree in self.trees.items()
+                if num_branches(tree)
+            }
         )
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        *others: Any,
+    ) -> Any:
+        if self.tree_attention is not None and self.tree_attention.batch is not None:
+            aux_hidden_states = self._straighten(aux_hidden_states)
+            self.tree_attention.leave()
+        return super().propose_draft_token_ids(
+            scheduler_output,
+            sampled_token_ids,
+            sampling_metadata,
+            hidden_states,
+            sample_hidden_states,
+            aux_hidden_states,
+            *others,
+        )
+
+    def _straighten(
+        self, aux_hidden_states: list[torch.Tensor] | None
+    ) -> list[torch.Tensor] | None:
+        """Move accepted rows behind their root, as they lie after a chain."""
+        assert self.tree_attention is not None and self._verdict is not None
+        batch = self.tree_attention.batch
+        assert batch is not None and aux_hidden_states is not None
+        request, depth = (self._verdict.nodes >= 0).nonzero(as_tuple=True)
+        starts = torch.from_numpy(batch.starts).to(request.device)[request]
+        source = starts + 1 + self._verdict.nodes[request, depth]
+        target = starts + 1 + depth
+        straight = []
+        for hidden in aux_hidden_states:
+            hidden = hidden.clone()
+            hidden[target] = hidden[source]
+            straight.append(hidden)
+        self.input_ids.gpu[target] = self.input_ids.gpu[source]
+        lengths = np.diff(batch.starts)
+        offsets = np.arange(batch.starts[-1]) - np.repeat(batch.starts[:-1], lengths)
+        linear = np.repeat(batch.contexts, lengths) + offsets
+        self.positions[: len(linear)] = torch.from_numpy(linear)
+        return straight
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        drafts = super().take_draft_token_ids()
+        parents = self.drafter.last_parents
+        if drafts is None or parents is None:
+            return drafts
+        self.drafter.last_parents = None
+        return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, parents)
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Always: growth past the limit of one request harms nobody else."""
+        return common_attn_metadata is not None
 
 
 class Eagle3CPUModelRunner(Eagle3Runner, CPUModelRunner):
@@ -47,37 +251,3 @@ class Eagle3CPUModelRunner(Eagle3Runner, CPUModelRunner):
 
 class Eagle3GPUModelRunner(Eagle3Runner):
     pass
-
-
-def _takes_plain_argmax(sampling: SamplingMetadata) -> bool:
-    """True when every row's token is the argmax of its raw logits and nothing else."""
-    return (
-        sampling.all_greedy
-        and sampling.no_penalties
-        and sampling.max_num_logprobs is None
-        and sampling.allowed_token_ids_mask is None
-        and not sampling.bad_words_token_ids
-        and not sampling.logitsprocs.non_argmax_invariant
-        and sampling.thinking_budget_state_holder is None
-    )
-
-
-def _match_drafts(
-    logits: torch.Tensor,  # [num_reqs + num_drafts, vocab], root before its drafts
-    metadata: SpecDecodeMetadata,
-) -> torch.Tensor:
-    """Judge all drafts by one argmax; [num_reqs, max_drafts + 1], padded with -1."""
-    num_drafts = torch.tensor(metadata.num_draft_tokens, device=logits.device)
-    width = metadata.max_spec_len
-    columns = torch.arange(width + 1, device=logits.device)
-    # Ragged rows to a rectangle: what lies past a request's drafts is never read.
-    first_row = metadata.cu_num_sampled_tokens - num_drafts - 1
-    rows = (first_row[:, None] + columns).clamp(max=logits.shape[0] - 1)
-    target_tokens = logits.argmax(-1)[rows]
-    drafts = torch.full_like(target_tokens[:, 1:], -1)
-    drafts[columns[1:] <= num_drafts[:, None]] = metadata.draft_token_ids.long()
-    tree = chain(drafts, drafts)
-    verdict = match_tree(tree.token_ids, tree.parents, num_drafts, target_tokens)
-    output = target_tokens.new_full((len(num_drafts), width + 1), -1)
-    output[:, : verdict.token_ids.shape[1]] = verdict.token_ids
-    return output.to(torch.int32)

@@ -8,7 +8,6 @@ the attention metadata of a level is derived from the first pass's.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,12 @@ from torch import nn
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
-from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from ..config import read_options
 from ..drafter import HeadOutput, TreeShape, grow
+from ..tree import DraftTree
+from ..tree_runs import depth_first
+from .growth import ChainGrowth, TreeGrowth
 
 
 class Eagle3Proposer(EagleProposer):
@@ -33,6 +34,14 @@ class Eagle3Proposer(EagleProposer):
         self._output: tuple[torch.Tensor, torch.Tensor] | None = None
         self._first_logits: torch.Tensor | None = None
         self._to_target_ids: torch.Tensor | None = None
+        self._tree_shape: TreeShape | None = None
+        # Parents of the last proposal's nodes, if those are trees.
+        self.last_parents: list[list[int]] | None = None
+
+    @property
+    def draft_layer_names(self) -> set[str]:
+        """Names of the head's attention layers."""
+        return self._draft_attn_layer_names
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
@@ -41,6 +50,13 @@ class Eagle3Proposer(EagleProposer):
         if d2t is not None:
             drafts = torch.arange(d2t.shape[0], device=d2t.device)
             self._to_target_ids = drafts + d2t
+
+    def prepare_trees(
+        self, shape: TreeShape, layers: list[Any], block_size: int, scratch: np.ndarray
+    ) -> None:
+        """Grow trees of this shape from now on, with scratch blocks for their KV."""
+        self._tree_shape = shape
+        self._tree_growth = TreeGrowth(self, layers, block_size, scratch)
 
     def propose(
         self,
@@ -57,19 +73,20 @@ class Eagle3Proposer(EagleProposer):
         slot_mappings: Any = None,
     ) -> torch.Tensor:
         """Draft for every request, [num_reqs, num_drafts]; see vLLM's method."""
-        first = super().propose
-        if token_indices_to_sample is None:
-            token_indices_to_sample = common_attn_metadata.query_start_loc[1:] - 1
-        sampled = self._enable_probabilistic_draft_probs
-        stock = sampled and not sampling_metadata.all_greedy
+        first_pass = super().propose
+        self.last_parents = None
+        rows = token_indices_to_sample
+        if rows is None:
+            rows = common_attn_metadata.query_start_loc[1:] - 1
         drafts = num_speculative_tokens if self.drafts else 0
-        first_drafts = first(
+        stock = self._draws_from_q(sampling_metadata)
+        first_drafts = first_pass(
             drafts if stock else min(drafts, 1),
             target_token_ids,
             target_positions,
             target_hidden_states,
             next_token_ids,
-            token_indices_to_sample,
+            rows,
             common_attn_metadata,
             sampling_metadata,
             mm_embed_inputs,
@@ -78,29 +95,48 @@ class Eagle3Proposer(EagleProposer):
         )
         if stock or drafts <= 1:
             return first_drafts
-        return self._grow(
-            TreeShape.chain(drafts),
-            token_indices_to_sample.long(),
-            common_attn_metadata,
-            num_rejected_tokens_gpu,
+        # The first pass may have run over refused drafts too; they do not count.
+        seq_lens = common_attn_metadata.seq_lens
+        if num_rejected_tokens_gpu is not None:
+            seq_lens = seq_lens - num_rejected_tokens_gpu
+        return self._grow(drafts, rows.long(), common_attn_metadata, seq_lens)
+
+    def _draws_from_q(self, sampling: Any) -> bool:
+        """Sampled drafts need all of q, as vLLM's own chain keeps it."""
+        return (
+            self._enable_probabilistic_draft_probs
+            and not sampling.all_greedy
+            and self._tree_shape is None
         )
 
     def _grow(
         self,
-        shape: TreeShape,
+        num_drafts: int,
         rows: torch.Tensor,  # [num_reqs], each request's last confirmed token
         metadata: CommonAttentionMetadata,
-        num_rejected: torch.Tensor | None,
+        seq_lens: torch.Tensor,  # [num_reqs]
     ) -> torch.Tensor:
         assert self._output is not None and self._first_logits is not None
         root = HeadOutput(self._output[1][rows][:, None], self._first_logits[:, None])
-        level = _Level(self, metadata, self._get_positions_of(rows), num_rejected)
-        return grow(root, level.advance, self._to_target_ids, shape).token_ids
-
-    def _get_positions_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Positions of rows of the first pass (the first of three under M-RoPE)."""
         positions = self.mrope_positions[0] if self.uses_mrope else self.positions
-        return positions[rows]
+        if self._tree_shape is None:
+            growth = ChainGrowth(self, metadata, positions[rows], seq_lens)
+            shape = TreeShape.chain(num_drafts)
+            return grow(root, growth.advance, self._to_target_ids, shape).token_ids
+        self._tree_growth.begin(metadata, positions[rows])
+        return self._keep_tree(
+            grow(root, self._tree_growth.advance, self._to_target_ids, self._tree_shape)
+        )
+
+    def _keep_tree(self, tree: DraftTree) -> torch.Tensor:
+        """Put nodes in depth-first order and keep their parents for the scheduler."""
+        parents = tree.parents.cpu().numpy()
+        order = depth_first(parents)
+        new_index = np.argsort(order, axis=1)
+        old = np.take_along_axis(parents, order, axis=1)
+        moved = np.take_along_axis(new_index, old.clip(min=0), axis=1)
+        self.last_parents = np.where(old >= 0, moved, old).tolist()
+        return tree.token_ids.gather(1, torch.from_numpy(order).to(self.device))
 
     def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Argmax over the draft vocabulary; logits never go to the target's."""
@@ -109,6 +145,13 @@ class Eagle3Proposer(EagleProposer):
         if self._to_target_ids is None:
             return token_ids
         return self._to_target_ids[token_ids]
+
+    def _sample_draft_tokens(
+        self, hidden_states: torch.Tensor, sampling_metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._draws_from_q(sampling_metadata):
+            return super()._sample_draft_tokens(hidden_states, sampling_metadata)
+        return self._greedy_sample(hidden_states), None
 
     def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, draft_vocab]."""
@@ -121,8 +164,12 @@ class Eagle3Proposer(EagleProposer):
         features: torch.Tensor,  # [rows, hidden]
         metadata: CommonAttentionMetadata,
         level: int,
-    ) -> HeadOutput:
-        """One pass of the head over one row a request, writing its KV as it goes."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass of the head over single rows, writing their KV as it goes.
+
+        Returns:
+            (features to feed back [rows, hidden], draft logits [rows, draft_vocab])
+        """
         rows = token_ids.shape[0]
         graph_mode, padded_rows, rows_across_dp = (
             self._determine_batch_execution_and_padding(rows)
@@ -141,68 +188,16 @@ class Eagle3Proposer(EagleProposer):
             slot_mapping=self._get_slot_mapping(padded_rows, metadata.slot_mapping),
         ):
             hidden, fed_back = self.model(**inputs)
-        logits = self.draft_logits(hidden[:rows])
-        return HeadOutput(fed_back[:rows, None], logits[:, None])
+        return fed_back[:rows], self.draft_logits(hidden[:rows])
+
+    def dummy_run(self, *args: Any, **kwargs: Any) -> None:
+        """One pass at profile size instead of one a draft token."""
+        drafts: int = self.num_speculative_tokens
+        self.num_speculative_tokens = 1
+        try:
+            super().dummy_run(*args, **kwargs)
+        finally:
+            self.num_speculative_tokens = drafts
 
     def _keep_output(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self._output = output
-
-
-class _Level:
-    """Where the rows of each level of one proposal go: positions, lengths, slots."""
-
-    def __init__(
-        self,
-        proposer: Eagle3Proposer,
-        metadata: CommonAttentionMetadata,
-        positions: torch.Tensor,  # [num_reqs], of the last confirmed tokens
-        num_rejected: torch.Tensor | None,
-    ) -> None:
-        num_reqs = positions.shape[0]
-        self.proposer = proposer
-        self.positions = positions
-        # The first pass may have run over refused drafts too; they do not count.
-        seq_lens = metadata.seq_lens
-        if num_rejected is not None:
-            seq_lens = seq_lens - num_rejected
-        self.seq_lens = seq_lens
-        starts = np.arange(num_reqs + 1, dtype=np.int32)
-        self.metadata = replace(
-            metadata,
-            num_actual_tokens=num_reqs,
-            max_query_len=1,
-            query_start_loc=proposer.arange[: num_reqs + 1],
-            query_start_loc_cpu=torch.from_numpy(starts),
-        )
-
-    def _upper_bound(self, level: int) -> torch.Tensor | None:
-        bound = self.metadata.seq_lens_cpu_upper_bound
-        return None if bound is None else bound + level
-
-    def advance(
-        self,
-        level: int,
-        token_ids: torch.Tensor,  # [num_reqs, 1]
-        features: torch.Tensor,  # [num_reqs, 1, hidden]
-        lineage: torch.Tensor,
-    ) -> HeadOutput:
-        """An `Advance` for chains: every row follows the one before it."""
-        proposer, limit = self.proposer, self.proposer.max_model_len
-        positions = self.positions + level
-        inside = positions < limit
-        # A draft past the limit is never scheduled; its row only must do no harm.
-        positions = torch.where(inside, positions, 0)
-        seq_lens = torch.where(inside, self.seq_lens + level, 1)
-        block = positions // proposer.block_size
-        block_ids = self.metadata.block_table_tensor.gather(1, block[:, None].long())
-        slots = block_ids[:, 0] * proposer.block_size + positions % proposer.block_size
-        metadata = replace(
-            self.metadata,
-            seq_lens=seq_lens.to(self.metadata.seq_lens.dtype),
-            max_seq_len=min(self.metadata.max_seq_len + level, limit),
-            slot_mapping=torch.where(inside, slots, PADDING_SLOT_ID),
-            seq_lens_cpu_upper_bound=self._upper_bound(level),
-        )
-        return proposer.run_level(
-            token_ids[:, 0], positions, features[:, 0], metadata, level
-        )

@@ -17,3 +17,7 @@ class Eagle3CPUWorker(cpu_worker.CPUWorker):
             super().init_device()
         finally:
             cpu_worker.CPUModelRunner = stock
+
+    def determine_available_memory(self) -> int:
+        """What trees need as scratch is not the block manager's to give."""
+        return super().determine_available_memory() - self.model_runner.scratch_bytes()
