@@ -9,7 +9,7 @@ request of one token, and whole blocks are copied, so no kernel or layout is inv
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,8 +19,23 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from ..drafter import HeadOutput
 from .run_attention import copy_blocks
 
-if TYPE_CHECKING:
-    from .proposer import Eagle3Proposer
+
+class HeadRunner(Protocol):
+    """What growth needs of the proposer."""
+
+    arange: torch.Tensor
+    device: torch.device
+    block_size: int
+    max_model_len: int
+
+    def run_level(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        features: torch.Tensor,
+        metadata: CommonAttentionMetadata,
+        level: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def single_rows(
@@ -43,7 +58,7 @@ class ChainGrowth:
 
     def __init__(
         self,
-        proposer: Eagle3Proposer,
+        proposer: HeadRunner,
         metadata: CommonAttentionMetadata,
         positions: torch.Tensor,  # [num_reqs], of the last confirmed tokens
         seq_lens: torch.Tensor,  # [num_reqs], with them
@@ -96,7 +111,7 @@ class TreeGrowth:
 
     def __init__(
         self,
-        proposer: Eagle3Proposer,
+        proposer: HeadRunner,
         layers: list[Any],
         block_size: int,
         scratch: np.ndarray,

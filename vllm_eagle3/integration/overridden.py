@@ -15,10 +15,29 @@ RUNNER = (
     f"{_RUNNER}._sample",
     f"{_RUNNER}.sample_tokens",
     f"{_RUNNER}.propose_draft_token_ids",
+    f"{_RUNNER}.take_draft_token_ids",
+    f"{_RUNNER}.initialize_kv_cache",
+    f"{_RUNNER}.initialize_kv_cache_tensors",
+    f"{_RUNNER}._prepare_inputs",
+    f"{_RUNNER}._build_attention_metadata",
+    f"{_RUNNER}._input_fits_in_drafter",
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__",
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model",
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
+    "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner",
+    "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
+    "vllm.v1.worker.utils:allocate_kv_cache",
+)
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+SCHEDULER = (
+    f"{_SCHEDULER}.__init__",
+    f"{_SCHEDULER}.schedule",
+    f"{_SCHEDULER}.update_draft_token_ids",
 )
 
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
@@ -33,8 +52,9 @@ PROPOSER = (
     f"{_PROPOSER}._get_slot_mapping",
     f"{_PROPOSER}._greedy_sample",
     f"{_PROPOSER}._sample_draft_tokens",
+    f"{_PROPOSER}.dummy_run",
     "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.forward",
     "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.compute_logits",
 )
 
-FUNCTIONS = (*CONFIG, *RUNNER, *PROPOSER)
+FUNCTIONS = (*CONFIG, *RUNNER, *SCHEDULER, *PROPOSER)
