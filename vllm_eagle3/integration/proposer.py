@@ -27,6 +27,8 @@ from .growth import ChainGrowth, TreeGrowth
 class Eagle3Proposer(EagleProposer):
     """EagleProposer that grows drafts with `drafter.grow`."""
 
+    num_speculative_tokens: int
+
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         super().__init__(vllm_config, device, runner)
         self.drafts = read_options(vllm_config.additional_config).shape != "off"
@@ -192,7 +194,7 @@ class Eagle3Proposer(EagleProposer):
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """One pass at profile size instead of one a draft token."""
-        drafts: int = self.num_speculative_tokens
+        drafts = self.num_speculative_tokens
         self.num_speculative_tokens = 1
         try:
             super().dummy_run(*args, **kwargs)
