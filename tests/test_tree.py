@@ -140,6 +140,23 @@ def test_parents_come_first_so_every_prefix_is_a_tree(shape: TreeShape) -> None:
     assert bool((tree.parents < nodes).all()) and bool((tree.parents >= ROOT).all())
 
 
+def test_growth_stops_when_no_deeper_node_can_be_kept() -> None:
+    class Unsure(TableHead):
+        levels = 0
+
+        def logits(self, paths: list[tuple[int, ...]]) -> torch.Tensor:
+            return torch.zeros(len(paths), self.VOCAB)  # every token equally likely
+
+        def advance(self, level: int, *rest: torch.Tensor) -> HeadOutput:
+            self.levels = level
+            return super().advance(level, *rest)
+
+    head = Unsure(num_reqs=2)
+    shape = TreeShape(num_nodes=4, top_k=5, depth=6)
+    tree = grow(head.root(), head.advance, None, shape)
+    assert head.levels == 0 and tree.depths.max() == 1
+
+
 def test_siblings_are_distinct() -> None:
     head = TableHead(num_reqs=2)
     tree = grow(head.root(), head.advance, None, SHAPES[2])

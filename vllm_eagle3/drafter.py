@@ -117,7 +117,7 @@ def _grow_tree(
         tokens.append(ids.flatten(1))
         parents.append(frontier_node.repeat_interleave(shape.top_k, dim=1))
         scores.append(score)
-        if level == shape.depth:
+        if level == shape.depth or _is_settled(scores, shape.num_nodes):
             break
         # The next frontier: the best children, whoever their parents are.
         frontier_score, child = score.topk(min(shape.top_k, score.shape[1]), dim=1)
@@ -131,6 +131,18 @@ def _grow_tree(
     return _keep_best(
         torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), shape
     )
+
+
+def _is_settled(scores: list[torch.Tensor], num_nodes: int) -> bool:
+    """Whether no child of the last level can be among the best `num_nodes`.
+
+    Asking costs a device synchronisation, so only the CPU asks.
+    """
+    grown = torch.cat(scores, 1)
+    if grown.device.type != "cpu" or grown.shape[1] < num_nodes:
+        return False
+    worst_kept = grown.topk(num_nodes, dim=1).values[:, -1]
+    return bool((scores[-1].max(1).values <= worst_kept).all())
 
 
 def _keep_best(
