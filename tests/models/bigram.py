@@ -78,11 +78,11 @@ def half_wrong_table() -> torch.Tensor:
 def _bigram_head(table: torch.Tensor) -> Eagle3DraftHead:
     """Weights by hand: forget the fed feature, keep the fed token.
 
-        fc:       feature = first tap = one-hot of token i
-        q, k:     one constant vector, so that rotary positions alone decide and a
-                  sharp softmax looks at its own place only
-        v, o:     adds embedding(token i+1) and takes the feature away again
-        lm_head:  the bigram table
+    fc:       feature = first tap = one-hot of token i
+    q, k:     one constant vector, so that rotary positions alone decide and a
+              sharp softmax looks at its own place only
+    v, o:     adds embedding(token i+1) and takes the feature away again
+    lm_head:  the bigram table
     """
     config = head_config(vocab_size=VOCAB, kv_heads=KV_HEADS, tap_ids=TAP_IDS)
     head = Eagle3DraftHead(config)
