@@ -122,6 +122,7 @@ class TreeGrowth:
         half = len(scratch) // 2
         ids = torch.from_numpy(scratch).to(proposer.device)
         self.halves = ids[:half], ids[half : 2 * half]
+        self.max_rows = half  # of a level, all trees together
         self.last_level = self.halves[0]  # blocks of the rows of the level before
 
     def begin(
@@ -151,7 +152,8 @@ class TreeGrowth:
         own = blocks.gather(2, offset[..., None])[..., 0]
         slots = own * self.block_size + positions % self.block_size
         table = self.table[:, None].repeat(1, rows, 1)
-        columns = self.first_block[:, None] + torch.arange(blocks.shape[2])
+        width = torch.arange(blocks.shape[2], device=blocks.device)
+        columns = self.first_block[:, None] + width
         columns = columns[:, None].expand_as(blocks)
         table.scatter_(2, columns, blocks.to(table.dtype))
         lens = (positions + 1).flatten()

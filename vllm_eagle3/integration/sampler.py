@@ -67,6 +67,7 @@ def takes_plain_argmax(sampling: SamplingMetadata) -> bool:
         sampling.all_greedy
         and sampling.no_penalties
         and sampling.max_num_logprobs is None
+        and not sampling.logprob_token_ids
         and sampling.allowed_token_ids_mask is None
         and not sampling.bad_words_token_ids
         and not _active(sampling.logitsprocs.non_argmax_invariant)

@@ -72,7 +72,11 @@ class Eagle3Scheduler(Scheduler):
         """Remember each topology; cut trees to what fits."""
         self._drafted = {r: d for r, d in self._drafted.items() if r in self.requests}
         limit = self._node_limit(len(drafts.req_ids))
-        branches_left = self.scratch_branches
+        # Trees that a full step left out are still to be verified.
+        waiting = self._drafted.keys() - set(drafts.req_ids)
+        branches_left = self.scratch_branches - sum(
+            num_branches(np.array(self._drafted[r].parents)) for r in waiting
+        )
         kept_tokens = []
         for req_id, token_ids, parents in zip(
             drafts.req_ids, drafts.draft_token_ids, drafts.parents, strict=True
