@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .argmax import argmax
 from .drafter import TreeShape, grow
 from .plain import PlainHead, PlainTarget
 from .tree import DraftTree
@@ -22,7 +23,7 @@ Pick = Callable[[torch.Tensor], torch.Tensor]
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The target's own choice at temperature 0."""
-    return logits.argmax(-1)
+    return argmax(logits)
 
 
 @dataclass(frozen=True)

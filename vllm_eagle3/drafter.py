@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .argmax import argmax
 from .tree import ROOT, DraftTree, chain
 
 
@@ -85,7 +86,7 @@ def _grow_chain(
     output, drafts = root, []
     lineage = root.logits.new_zeros((root.logits.shape[0], 1, depth), dtype=torch.int64)
     for level in range(1, depth + 1):
-        token_ids = output.logits.argmax(-1)  # [num_reqs, 1]
+        token_ids = argmax(output.logits)  # [num_reqs, 1]
         if to_target_ids is not None:
             token_ids = to_target_ids[token_ids]
         drafts.append(token_ids)

@@ -17,6 +17,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
+from ..argmax import argmax
 from ..config import read_options
 from ..drafter import HeadOutput, TreeShape, grow
 from ..tree import DraftTree
@@ -143,7 +144,7 @@ class Eagle3Proposer(EagleProposer):
     def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Argmax over the draft vocabulary; logits never go to the target's."""
         self._first_logits = self.draft_logits(hidden_states)
-        token_ids = self._first_logits.argmax(-1)
+        token_ids = argmax(self._first_logits)
         if self._to_target_ids is None:
             return token_ids
         return self._to_target_ids[token_ids]

@@ -17,6 +17,7 @@ from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from ..argmax import argmax
 from ..tree import ROOT
 from ..verify import PADDING, Verdict, match_tree
 
@@ -84,12 +85,8 @@ def _active(processors: list[Any]) -> bool:
 
 def match_by_argmax(logits: torch.Tensor, drafts: Drafts) -> Verdict:
     """Judge a greedy batch with one argmax over all rows."""
-    return match_tree(
-        drafts.token_ids,
-        drafts.parents,
-        drafts.num_nodes,
-        logits.argmax(-1)[drafts.rows],
-    )
+    target_tokens = argmax(logits)[drafts.rows]
+    return match_tree(drafts.token_ids, drafts.parents, drafts.num_nodes, target_tokens)
 
 
 def match_by_sampling(

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -213,9 +214,10 @@ class Trainer:
 
     def _export(self, predicted: PredictedAcceptance) -> None:
         """Keep the head that is best by held-out acceptance length, not by loss."""
+        served = deepcopy(self.head).to(torch.bfloat16)
         write_head(
             self.out / "head",
-            self.head,
+            served,
             self.vocab,
             target_config=self.target_config,
             extra={
