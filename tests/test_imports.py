@@ -19,7 +19,8 @@ ROOT = Path(vllm_eagle3.__file__).parent
 TIERS = (
     ("vocab", "taps", "tree", "kernels"),
     ("draft_head", "head_", "tree_attention", "verify", "kv_cache", "acceptance"),
-    ("drafter", "budget", "config"),
+    ("rejection", "drafter", "budget", "config"),
+    ("sampled_drafter",),
     ("plain", "decode"),
 )
 # Part of the package -> parts it must not know.

@@ -1,0 +1,164 @@
+"""Verification of sampled drafts: recursive rejection down the tree. Pure, no RNG.
+
+The children of a node were drawn from the head's law q without replacement. They are
+judged in the order of their drawing; a child x is accepted with probability
+min(1, p(x) / q(x)). After a refusal the target's law becomes the renormalised residual
+(p - q)+ and q the law of the next draw, q without x. What is left of p when no child is
+accepted gives the recovered token; at a leaf nothing was taken from p, and its token is
+the bonus (Leviathan et al. 2023, appendix A; without replacement: Jeon et al. 2024,
+RSD, and Chen et al. 2024, Sequoia).
+
+The output law is p for any q, but only if the tree was built blind: how many children
+a node gets must not depend on the tokens drawn, and only later siblings may be dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .tree import ROOT, DraftTree
+from .verify import PADDING, Verdict
+
+
+@dataclass(frozen=True)
+class VerifyNoise:
+    """Independent uniforms in [0, 1), never those the drafts were drawn with.
+
+    Attributes:
+        accept: [num_reqs, num_nodes], judges each node.
+        final: [num_reqs], draws the recovered or bonus token.
+    """
+
+    accept: torch.Tensor
+    final: torch.Tensor
+
+
+def reject_tree(
+    tree: DraftTree,  # siblings in the order of their drawing
+    num_nodes: torch.Tensor,  # [num_reqs], nodes in use; later ones are padding
+    p: torch.Tensor,  # [num_reqs, num_nodes + 1, vocab], row 0 is the root's
+    q: torch.Tensor,  # [num_reqs, rows, draft_vocab], row 0 is the root's
+    noise: VerifyNoise,
+    to_target_ids: torch.Tensor | None = None,  # draft id -> target id, [draft_vocab]
+) -> Verdict:
+    """Accept a path of each tree and draw one more token; the law is the target's.
+
+    Args:
+        tree: as drawn, see `grow_sampled`.
+        num_nodes: nodes that were kept of each request's tree, a prefix.
+        p: the target's law after node i in row i + 1, with the request's sampling
+            parameters applied. A token of probability 0 is never emitted.
+        q: the law that the children of node i were drawn from, in row i + 1; rows of
+            trailing leaves may be missing. A child of probability 0 is never accepted.
+        noise: uniforms.
+        to_target_ids: None when draft and target ids are equal.
+    """
+    num_reqs, width = tree.token_ids.shape
+    device = tree.token_ids.device
+    in_use = torch.arange(width, device=device) < num_nodes[:, None]
+    here = torch.full((num_reqs,), ROOT, device=device)
+    alive = torch.ones(num_reqs, dtype=torch.bool, device=device)
+    left, accepted = p[:, 0], []
+    for _ in range(width + 1):
+        q_here = _in_target_ids(_row_after(q, here), to_target_ids, p.shape[-1])
+        siblings = in_use & (tree.parents == here[:, None])
+        child, p_left = _judge_siblings(
+            tree.token_ids, siblings, _row_after(p, here), q_here, noise.accept
+        )
+        left = torch.where(alive[:, None], p_left, left)
+        alive = alive & (child >= 0)
+        if not bool(alive.any()):
+            break
+        here = torch.where(alive, child, here)
+        accepted.append(torch.where(alive, here, PADDING))
+    nodes = torch.stack(accepted, 1) if accepted else here.new_empty(num_reqs, 0)
+    return _verdict(tree.token_ids, nodes, _draw(left, noise.final))
+
+
+def _judge_siblings(
+    token_ids: torch.Tensor,  # [num_reqs, num_nodes]
+    siblings: torch.Tensor,  # [num_reqs, num_nodes] bool, children of one node
+    p: torch.Tensor,  # [num_reqs, vocab]
+    q: torch.Tensor,  # [num_reqs, vocab]
+    accept_noise: torch.Tensor,  # [num_reqs, num_nodes]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> (accepted child or -1 [num_reqs], what is left of p [num_reqs, vocab])."""
+    reqs = torch.arange(len(token_ids), device=token_ids.device)
+    accepted = torch.full_like(reqs, PADDING)
+    place = siblings.cumsum(1)  # 1 for the first child
+    for turn in range(1, int(siblings.sum(1).max()) + 1):
+        is_next = siblings & (place == turn)
+        child = is_next.int().argmax(1)
+        token = token_ids[reqs, child]
+        p_token, q_token = p[reqs, token], q[reqs, token]
+        judged = is_next.any(1) & (accepted < 0) & (q_token > 0)
+        # Strict, so that a token of probability 0 is refused whatever the noise.
+        wins = judged & (accept_noise[reqs, child] * q_token < p_token)
+        accepted = torch.where(wins, child, accepted)
+        refused = (judged & ~wins)[:, None]
+        p, q = (
+            torch.where(refused, _residual(p, q), p),
+            torch.where(refused, _without(q, token), q),
+        )
+    return accepted, p
+
+
+def _row_after(law: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
+    """The law after a node (or the root), [num_reqs, vocab]."""
+    reqs = torch.arange(len(node), device=node.device)
+    # Past the last row are leaves: what is read for them judges no child.
+    return law[reqs, (node + 1).clamp(max=law.shape[1] - 1)]
+
+
+def _in_target_ids(
+    q: torch.Tensor,  # [num_reqs, draft_vocab]
+    to_target_ids: torch.Tensor | None,
+    vocab: int,
+) -> torch.Tensor:
+    if to_target_ids is None:
+        return q
+    return q.new_zeros(len(q), vocab).index_copy_(1, to_target_ids, q)
+
+
+def _residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """(p - q)+ renormalised; both [num_reqs, vocab].
+
+    It is empty only where p equals q, and then nothing is refused; should rounding
+    say otherwise, p itself stays.
+    """
+    above = (p - q).clamp(min=0)
+    mass = above.sum(-1, keepdim=True)
+    return torch.where(mass > 0, above / mass, p)
+
+
+def _without(q: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """q of the next draw: `token` [num_reqs] is gone; zero when nothing is left."""
+    rest = q.scatter(1, token[:, None], 0)
+    return rest / rest.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+
+
+def _draw(
+    p: torch.Tensor,  # [num_reqs, vocab], need not sum to one
+    uniform: torch.Tensor,  # [num_reqs]
+) -> torch.Tensor:
+    """Token at the uniform's place of the cumulated law, [num_reqs]."""
+    # In float64: over a whole vocabulary float32 sums lose the rare tokens.
+    reached = p.double().cumsum(-1)
+    place = uniform.double()[:, None] * reached[:, -1:]
+    # p > 0, because parallel sums need not be monotone, and for a uniform of 1.
+    found = (reached > place) & (p > 0)
+    return torch.where(found.any(-1), found.int().argmax(-1), p.argmax(-1))
+
+
+def _verdict(
+    token_ids: torch.Tensor,  # [num_reqs, num_nodes]
+    nodes: torch.Tensor,  # [num_reqs, accepted], padded with -1
+    last: torch.Tensor,  # [num_reqs], recovered or bonus token
+) -> Verdict:
+    is_accepted = nodes >= 0
+    tokens = torch.where(is_accepted, token_ids.gather(1, nodes.clamp(min=0)), PADDING)
+    emitted = torch.cat([tokens, torch.full_like(last, PADDING)[:, None]], 1)
+    emitted.scatter_(1, is_accepted.sum(1, keepdim=True), last[:, None])
+    return Verdict(emitted, nodes)
