@@ -50,6 +50,8 @@ def llm_settings(
         **settings,
     }
     if head is not None:
+        # As long a chain as asked for, where a test does not say otherwise.
+        arguments.setdefault("additional_config", {"vllm_eagle3": {"shape": "chain"}})
         arguments["speculative_config"] = {
             "method": "eagle3",
             "model": head,
@@ -114,24 +116,28 @@ class EnginePool:
         self._handle: EngineHandle | None = None
 
     def __call__(
-        self, target: str, head: str | None = None, **settings: Any
+        self, target: str | Path, head: str | Path | None = None, **settings: Any
     ) -> EngineHandle:
-        """Engine for a fixture target and head.
+        """Engine for a target and a head.
 
         Args:
-            target, head: fixture names; no head means no speculation.
+            target, head: fixture names, or folders as Path; no head means no
+                speculation.
             settings: `num_speculative_tokens`, `draft_sample_method` and any argument
                 of vllm.LLM.
         """
         key = repr((target, head, sorted(settings.items())))
         if self._handle is None or key != self._key:
             self.close()
-            paths = (str(self._models(n)) if n else None for n in (target, head))
+            paths = (self._folder(name) if name else None for name in (target, head))
             from vllm import LLM
 
             self._handle = EngineHandle(LLM(**llm_settings(*paths, **settings)))
             self._key = key
         return self._handle
+
+    def _folder(self, name: str | Path) -> str:
+        return str(name if isinstance(name, Path) else self._models(name))
 
     def close(self) -> None:
         if self._handle is None:

@@ -72,8 +72,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         "draft_vocab_size: got 97, want at most the target's 96",
     ),
     "unused weight": (
-        {"tensors": {"midlayer.self_attn.q_norm.weight": torch.ones(32)}},
-        "layers.0.self_attn.q_norm.weight: unused",
+        {"tensors": {"midlayer.mlp_norm.weight": torch.ones(32)}},
+        "layers.0.mlp_norm.weight: unused",
     ),
     "missing weight": (
         {"drop": ("midlayer.hidden_norm.weight",)},
@@ -246,13 +246,14 @@ def test_head_narrower_than_its_target_needs_an_embedding(
         require_fitting_head(tmp_path / "head", TARGET_CONFIG | {"hidden_size": 64})
 
 
-def test_default_taps_of_a_shallow_target_are_refused(
-    save_head: SaveHead,
-) -> None:
+def test_taps_not_written_follow_the_target(save_head: SaveHead) -> None:
     folder = edit_head(save_head(), drop=(TAPS, "eagle_config"))
-    with pytest.raises(ValueError, match="gives no three layers for a target of 6"):
-        read_head(folder, TARGET_CONFIG | {"num_hidden_layers": 6})
     assert read_head(folder, TARGET_CONFIG).config.tap_ids == (2, 4, 5)
+    shallow = read_head(folder, TARGET_CONFIG | {"num_hidden_layers": 6})
+    assert shallow.config.tap_ids == (1, 3, 6)
+    assert any("gives no three layers for a target of 6" in n for n in shallow.notes)
+    with pytest.raises(ValueError, match="reads 384 features, but 2 taps"):
+        read_head(folder, TARGET_CONFIG | {"num_hidden_layers": 2})
     with pytest.raises(ValueError, match="give the target's config too"):
         read_head(folder)
 

@@ -87,9 +87,9 @@ def load_in_vllm(
     """A function that has vLLM build and load a head for `target`."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     # Stock vLLM, whether or not an earlier test has loaded the plugin.
-    monkeypatch.setattr(
-        "vllm_eagle3.integration.engine_config.prepare", lambda *_: None
-    )
+    integration = "vllm_eagle3.integration"
+    monkeypatch.setattr(f"{integration}.engine_config.prepare", lambda *_: None)
+    monkeypatch.setattr(f"{integration}.head_fit.head_fields", lambda *_: None)
     # vLLM's loader empties the accelerator's cache; on a CPU its worker stubs that.
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     from vllm.config import SpeculativeConfig, set_current_vllm_config
@@ -259,7 +259,7 @@ def test_rotary_table_reaches_the_targets_positions(
 def test_stock_loader_stops_at_a_map_of_a_full_vocabulary(
     tmp_path: Path, small_target: Path, load_in_vllm: LoadHead
 ) -> None:
-    """Why `check_head` sends such a head, which is otherwise whole, to `convert`."""
+    """Why our proposer leaves such a map out; `convert_head` does so for others."""
     head, vocab = make_head()
     write_head(tmp_path / "head", head, vocab, target_config=TARGET_CONFIG)
     zeros = {"d2t": torch.zeros(VOCAB, dtype=torch.int64)}

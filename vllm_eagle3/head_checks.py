@@ -1,4 +1,4 @@
-"""Does a head fit a target, and what must an engine be told to run it as meant?"""
+"""Does a head fit a target?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_eagle3.head_files import (
     read_head_files,
     read_target_tensor,
 )
-from vllm_eagle3.head_layouts import ARCHITECTURE, SWITCHES, TAPS_KEY
+from vllm_eagle3.head_layouts import ARCHITECTURE
 from vllm_eagle3.head_meaning import Finding, HeadMeaning
 from vllm_eagle3.head_reading import read_meaning
 
@@ -59,7 +59,7 @@ def check_head(head_dir: str | os.PathLike[str], target: Target) -> list[Finding
     try:
         target_config = target_config_of(target)
         files = read_head_files(head_dir)
-        return _read_for(files, target, target_config).findings
+        return read_for(files, target, target_config).findings
     except ValueError as error:
         return [Finding("error", "files", str(error))]
 
@@ -68,78 +68,19 @@ def require_fitting_head(head_dir: str | os.PathLike[str], target: Target) -> No
     """Raise ValueError with all errors of `check_head`, if there are any."""
     errors = [f for f in check_head(head_dir, target) if f.severity == "error"]
     if errors:
-        raise ValueError(_joined(head_dir, errors))
+        raise ValueError(joined(head_dir, errors))
 
 
-def foreign_head(head_dir: str | os.PathLike[str]) -> str:
-    """Why a head is of a kind that vLLM may run but this package does not, or "".
-
-    Such a head (P-EAGLE, another attention, quantised) is not broken: an engine can
-    be left to vLLM's own chain instead of being refused.
-
-    Raises:
-        ValueError: files that are missing or broken.
-    """
-    meaning = read_meaning(read_head_files(head_dir), None)
-    return "; ".join(f"{f.field}: {f.message}" for f in meaning.findings if f.foreign)
-
-
-def serving_overrides(
-    head_dir: str | os.PathLike[str], target: Target
-) -> dict[str, Any]:
-    """Fields of vLLM's draft hf_config with which its module computes what is meant.
-
-    All fields that matter are given, not only those that differ, so that the result
-    does not depend on what an engine assumes for a field that config.json lacks.
-    `max_position_embeddings` is a lower bound: keep a larger value.
-
-    Raises:
-        ValueError: the head does not fit; all errors joined.
-    """
-    files = read_head_files(head_dir)
-    meaning = _read_for(files, target, target_config_of(target))
-    if meaning.errors or meaning.config is None:
-        raise ValueError(_joined(head_dir, meaning.errors))
-    head = meaning.config
-    ids = list(head.tap_ids)
-    limit = text_config(target_config_of(target)).get("max_position_embeddings") or 0
-    return {name: getattr(head, name) for name in SWITCHES} | {
-        "architectures": [ARCHITECTURE],
-        "hidden_size": head.hidden_size,
-        "num_hidden_layers": head.num_hidden_layers,
-        "num_attention_heads": head.num_attention_heads,
-        "num_key_value_heads": head.num_key_value_heads,
-        "head_dim": head.head_dim,
-        "hidden_act": head.hidden_act,
-        "rms_norm_eps": head.rms_norm_eps,
-        "attention_bias": head.attention_bias,
-        "mlp_bias": False,
-        "rope_parameters": dict(head.rope_parameters),
-        "max_position_embeddings": max(head.max_position_embeddings, limit),
-        "layer_types": None,
-        "vocab_size": head.vocab_size,
-        "draft_vocab_size": head.draft_vocab_size,
-        "target_hidden_size": head.target_hidden_size,
-        "logit_scale": head.logit_scale,
-        "tie_word_embeddings": False,
-        "num_aux_hidden_states": len(ids),
-        TAPS_KEY: ids,
-        "eagle_config": {
-            TAPS_KEY: ids,
-            "use_aux_hidden_state": True,
-            "norm_before_fc": head.norm_before_fc,
-        },
-    }
-
-
-def _joined(head_dir: str | os.PathLike[str], errors: list[Finding]) -> str:
+def joined(head_dir: str | os.PathLike[str], errors: list[Finding]) -> str:
+    """One message of all errors of a head."""
     lines = "".join(f"\n- {e.field}: {e.message}" for e in errors)
     return f"head {os.fspath(head_dir)} cannot be used:{lines}"
 
 
-def _read_for(
+def read_for(
     files: HeadFiles, target: Target, target_config: Mapping[str, Any]
 ) -> HeadMeaning:
+    """What a head's files mean, with every doubt about their fit to a target noted."""
     meaning = read_meaning(files, target_config)
     _check_names(meaning)
     if meaning.config is not None:
@@ -259,13 +200,6 @@ def _check_for_vllm(meaning: HeadMeaning, head: DraftHeadConfig) -> None:
             "layer_types",
             f"{len(layer_types)} entries for {head.num_hidden_layers} draft layers; "
             "remove the field",
-        )
-    if head.draft_vocab_size == head.vocab_size and meaning.d2t is not None:
-        meaning.note(
-            "error",
-            "d2t",
-            "stored although the vocabulary is full, and vLLM's loader stops at it; "
-            "vllm_eagle3.head_io.convert_head leaves it out",
         )
 
 

@@ -24,10 +24,8 @@ from vllm_eagle3.head_checks import (
     LM_HEAD_NAMES,
     Target,
     check_head,
-    foreign_head,
     require_fitting_head,
     same_embedding,
-    serving_overrides,
     target_config_of,
 )
 from vllm_eagle3.head_config import head_config_for_target, text_config
@@ -44,14 +42,16 @@ from vllm_eagle3.head_layouts import (
 )
 from vllm_eagle3.head_meaning import Finding, HeadMeaning
 from vllm_eagle3.head_reading import read_meaning
+from vllm_eagle3.head_serving import HeadFit, fit_head, serving_overrides
 from vllm_eagle3.vocab import DraftVocab
 
 __all__ = [
     "Finding",
+    "HeadFit",
     "LoadedHead",
     "check_head",
     "convert_head",
-    "foreign_head",
+    "fit_head",
     "head_config_for_target",
     "read_head",
     "require_fitting_head",

@@ -249,13 +249,15 @@ def _tap_ids(
     if ids is None:
         if layers is None:
             raise ValueError(f"{TAPS_KEY}: not written; give the target's config too")
-        if layers < 7:
-            raise ValueError(
-                f"{TAPS_KEY}: not written, and the published rule (2, L//2, L-3) "
-                f"gives no three layers for a target of {layers}; "
-                "write the ids the head was trained with into its config.json"
-            )
         ids = default_tap_ids(layers)
+        if layers < 7:
+            meaning.note(
+                "warning",
+                TAPS_KEY,
+                "not written, and the published rule (2, L//2, L-3) gives no three "
+                f"layers for a target of {layers}; taken as {list(ids)}, write the ids "
+                "the head was trained with into its config.json",
+            )
     fc = meaning.weights.get("fc.weight")
     if fc is not None and fc.shape[-1] != len(ids) * width:
         raise ValueError(

@@ -1,25 +1,24 @@
-"""Prepare an engine's configuration: our worker, the V1 runner, the head's meaning.
+"""Prepare an engine's configuration: our worker, our scheduler, the V1 runner.
 
 Two methods of vLLM are wrapped here, both in every process:
 `Platform.check_and_update_config`, the last word on an engine's configuration, and
 `VllmConfig._get_v2_model_runner_unsupported_features`, which keeps engines of ours on
-the V1 runner (V2 has no hook for drafters). Engines without `method="eagle3"` pass
-through untouched.
+the V1 runner (V2 has no hook for drafters). `head_fit` wraps how a head's
+configuration is read. Engines without `method="eagle3"` pass through untouched.
 """
 
 from __future__ import annotations
 
 import logging
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from ..config import KEY, MAX_FALLBACK_CHAIN, read_options
 from ..drafter import TreeShape
-from ..head_checks import require_fitting_head, serving_overrides
+from . import head_fit
 
 logger = logging.getLogger("vllm.vllm_eagle3")
 
@@ -59,26 +58,30 @@ def install(unsupported: str) -> None:
 
     def unsupported_features(self: VllmConfig) -> list[str]:
         features = listed(self)
-        if _uses_eagle3(self) and not unsupported:
+        if (
+            _uses_eagle3(self)
+            and not unsupported
+            and not head_fit.foreign_reason(self.speculative_config)
+        ):
             features.append("vllm_eagle3 drafting")
         return features
 
     platform.check_and_update_config = classmethod(check_and_update_config)
     VllmConfig._get_v2_model_runner_unsupported_features = unsupported_features
+    head_fit.install()
 
 
 def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
     """Make one engine ours, or leave it vLLM's chain and say why; idempotent.
 
     Raises:
-        ValueError: bad options, or a head that does not fit its target.
+        ValueError: bad options, or options that this engine cannot follow.
     """
     if vllm_config.parallel_config.worker_cls in WORKERS.values():
         return  # a copy of a prepared configuration
     spec = vllm_config.speculative_config
     options = read_options(vllm_config.additional_config)
     shape = options.tree_shape(spec.num_speculative_tokens)
-    _fit_head(vllm_config)
     reason = unsupported or _unsupported_engine(vllm_config)
     if reason:
         _fall_back(spec, reason)
@@ -103,16 +106,19 @@ def _prepare_for_trees(vllm_config: VllmConfig, shape: TreeShape) -> None:
             f'shape: got "tree" with scheduler_cls {scheduler.scheduler_cls}, want '
             'vLLM\'s own scheduler; use "shape": "chain"'
         )
-    rows = scheduler.max_num_seqs * shape.top_k
-    if rows > scheduler.max_num_batched_tokens:
+    if shape.top_k >= scheduler.max_num_batched_tokens:
         raise ValueError(
-            f"top_k: got {shape.top_k} with max_num_seqs {scheduler.max_num_seqs}; a "
-            f"level of all trees has {rows} rows, more than max_num_batched_tokens "
-            f"{scheduler.max_num_batched_tokens}; lower one or raise the other"
+            f"top_k: got {shape.top_k} with max_num_batched_tokens "
+            f"{scheduler.max_num_batched_tokens}, want fewer children a node than "
+            "tokens a step; lower one or raise the other"
         )
     scheduler.scheduler_cls = SCHEDULER
     # The next step's topology is known only when this step's drafts are.
     scheduler.async_scheduling = False
+    # A graph of a whole step would replay the attention of plain rows.
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode.has_full_cudagraphs():
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def _describe(shape: TreeShape | None) -> str:
@@ -134,6 +140,8 @@ def _uses_eagle3(vllm_config: VllmConfig) -> bool:
 def _unsupported_engine(vllm_config: VllmConfig) -> str:
     """Why our runner cannot drive this engine, or nothing."""
     worker = vllm_config.parallel_config.worker_cls
+    if foreign := head_fit.foreign_reason(vllm_config.speculative_config):
+        return f"the head is of another kind ({foreign})"
     if worker not in WORKERS:
         return f"worker_cls is {worker}, not vLLM's own"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -155,19 +163,3 @@ def _fall_back(spec: Any, reason: str) -> None:
 def _warn_once(message: str) -> None:
     # vLLM copies its configuration, which checks it again.
     logger.warning(message)
-
-
-def _fit_head(vllm_config: VllmConfig) -> None:
-    """Refuse a head that does not fit; hand vLLM what the checkpoint means."""
-    draft = vllm_config.speculative_config.draft_model_config
-    head_dir, target_dir = Path(draft.model), Path(vllm_config.model_config.model)
-    if not (head_dir.is_dir() and target_dir.is_dir()):
-        logger.info(
-            "vllm_eagle3 checks heads in local folders only; not checked: %s on %s",
-            draft.model,
-            vllm_config.model_config.model,
-        )
-        return
-    require_fitting_head(head_dir, target_dir)
-    for name, value in serving_overrides(head_dir, target_dir).items():
-        setattr(draft.hf_config, name, value)

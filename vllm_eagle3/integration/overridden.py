@@ -7,6 +7,8 @@ CONFIG = (
     "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
     "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
     "vllm.config.vllm:VllmConfig.use_v2_model_runner",
+    "vllm.config.speculative:SpeculativeConfig.__post_init__",
+    "vllm.config.speculative:SpeculativeConfig.compose_draft_hf_overrides",
 )
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -55,6 +57,7 @@ PROPOSER = (
     f"{_PROPOSER}.dummy_run",
     "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.forward",
     "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.compute_logits",
+    "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.load_weights",
 )
 
 FUNCTIONS = (*CONFIG, *RUNNER, *SCHEDULER, *PROPOSER)

@@ -23,6 +23,7 @@ from ..drafter import HeadOutput, TreeShape, grow
 from ..tree import DraftTree
 from ..tree_runs import depth_first
 from .growth import ChainGrowth, TreeGrowth
+from .head_loading import leave_out_identity_maps
 
 
 class Eagle3Proposer(EagleProposer):
@@ -47,6 +48,7 @@ class Eagle3Proposer(EagleProposer):
         return self._draft_attn_layer_names
 
     def load_model(self, target_model: nn.Module) -> None:
+        leave_out_identity_maps()
         super().load_model(target_model)
         self.model.register_forward_hook(self._keep_output)
         d2t = getattr(self.model, "draft_id_to_target_id", None)
