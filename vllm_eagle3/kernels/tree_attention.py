@@ -371,15 +371,20 @@ def tree_attention(
 
 
 def tile_sizes(max_pairs: int, head_dim: int, element_size: int) -> dict[str, int]:
-    """Tiles that hold all pairs of a usual tree and fit 99 KiB of shared memory."""
+    """Tiles that hold a usual tree's pairs and fit 99 KiB of shared memory.
+
+    Exact fp32 products run on the ordinary cores and are unrolled in full, so that
+    larger tiles would only make the code long and its compilation slow.
+    """
     block_d = max(16, triton.next_power_of_2(head_dim))
-    # Bytes of a key: a wide head in fp32 leaves room for few keys and rows at a time.
-    wide = block_d * element_size
-    limit_m = 128 if wide <= 256 else 64 if wide <= 512 else 32
+    if element_size == 4:
+        limit_m, block_n = 32, 32 if block_d <= 128 else 16
+    else:
+        limit_m, block_n = (128, 64) if block_d <= 128 else (64, 32)
     block_m = min(limit_m, max(16, triton.next_power_of_2(max_pairs)))
     return {
         "BLOCK_M": block_m,
-        "BLOCK_N": 64 if wide <= 256 else 32 if wide <= 512 else 16,
+        "BLOCK_N": block_n,
         "BLOCK_D": block_d,
         "num_warps": 8 if block_m * block_d > 64 * 64 else 4,
         "num_stages": 2,
