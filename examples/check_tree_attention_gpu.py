@@ -27,6 +27,10 @@ from vllm_eagle3.tree_bits import ancestor_bits, visible_keys
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 BLOCK_SIZE = 16
 
+_T = torch.Tensor
+# q, k_cache, v_cache, block_table, context_lens, query_start_loc, ancestor_bits
+Arguments = tuple[_T, _T, _T, _T, _T, _T, _T]
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -40,8 +44,8 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
 
 
-def random_batch(shape: Shape, device: str) -> tuple[torch.Tensor, ...]:
-    """Arguments of `tree_attention` up to `ancestor_bits`, with a tree a request."""
+def random_batch(shape: Shape, device: str) -> Arguments:
+    """A random tree for every request, and blocks in random order."""
     num_reqs, num_rows = len(shape.contexts), shape.num_nodes + 1
     num_blocks = -(-(max(shape.contexts) + num_rows) // BLOCK_SIZE)
     table = torch.randperm(num_reqs * num_blocks, device=device).int()
@@ -122,7 +126,7 @@ def check_graph(device: str) -> None:
     torch.testing.assert_close(out, expected, atol=limit, rtol=limit)
 
 
-def dense_attention(args: tuple[torch.Tensor, ...], mask: torch.Tensor) -> torch.Tensor:
+def dense_attention(args: Arguments, mask: torch.Tensor) -> torch.Tensor:
     """PyTorch's attention on gathered keys, for requests of one length."""
     q, k_cache, v_cache, table, *_ = args
     num_reqs, num_rows, num_keys = mask.shape

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.tree_cases import CASES, Batch, Case, Parents, make_batch, random_tree
-from vllm_eagle3.tree_attention import tree_attention
+from vllm_eagle3 import tree_attention as module
+from vllm_eagle3.tree_attention import (
+    implementation,
+    reference_tree_attention,
+    tree_attention,
+)
 
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-2, 8e-3)}
 
@@ -125,6 +132,30 @@ def test_cache_may_have_any_strides() -> None:
     fused = torch.stack([k, v], dim=1)  # [num_blocks, 2, block_size, ...]
     out = tree_attention(q, fused[:, 0], fused[:, 1], *rest, batch.scale)
     assert torch.equal(out, attend(case, batch))
+
+
+@pytest.fixture
+def forgotten_choice() -> Iterator[None]:
+    implementation.cache_clear()
+    yield
+    implementation.cache_clear()
+
+
+def test_a_cpu_gets_the_reference() -> None:
+    assert implementation("cpu") is reference_tree_attention
+
+
+@pytest.mark.skipif(not module.HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.usefixtures("forgotten_choice")
+def test_a_gpu_gets_the_kernel() -> None:
+    assert implementation("cuda").__module__ == "vllm_eagle3.kernels.tree_attention"
+
+
+@pytest.mark.usefixtures("forgotten_choice")
+def test_a_gpu_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HAS_TRITON", False)
+    with pytest.warns(UserWarning, match="pip install triton"):
+        assert implementation("cuda") is reference_tree_attention
 
 
 def with_argument(batch: Batch, at: int, value: torch.Tensor) -> list[torch.Tensor]:

@@ -136,6 +136,9 @@ CASES = {
     "window inside the tree": Case(
         [chain(8), deep(9), random_tree(9)], [12, 3, 20], sliding_window=3
     ),
+    "window in 64 nodes": Case(
+        [chain(64), random_tree(64, 7)], [20, 50], 2, 1, sliding_window=40
+    ),
     "window of one": Case([deep(6)], [12], sliding_window=1),
     "window into the prefix": Case(MIXED, [3, 40, 17, 8, 25], sliding_window=12),
     "window and tiles": Case([deep(8)], [200], sliding_window=100, kv_heads=1),

@@ -7,7 +7,10 @@ sees of them, `tree_bits.py` draws.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -124,10 +127,7 @@ def tree_attention(
     """
     _check(q, k_cache, v_cache, block_table, context_lens, query_start_loc)
     _check_tree(ancestor_bits, context_lens, softcap, sliding_window, first_row)
-    attend = reference_tree_attention
-    if q.is_cuda and HAS_TRITON:
-        from .kernels.tree_attention import tree_attention as attend
-    return attend(
+    return implementation(q.device.type)(
         q,
         k_cache,
         v_cache,
@@ -140,6 +140,23 @@ def tree_attention(
         sliding_window,
         first_row,
     )
+
+
+@functools.cache
+def implementation(device_type: str) -> Callable[..., torch.Tensor]:
+    """The kernel on a GPU, the reference elsewhere; warns where Triton is missing."""
+    if device_type != "cuda":
+        return reference_tree_attention
+    if not HAS_TRITON:
+        warnings.warn(
+            "tree attention: Triton is not installed, so that PyTorch computes it "
+            "request by request, which is slow; pip install triton",
+            stacklevel=3,
+        )
+        return reference_tree_attention
+    from .kernels.tree_attention import tree_attention as kernel
+
+    return kernel
 
 
 def _check(
