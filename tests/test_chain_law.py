@@ -18,8 +18,8 @@ SETTINGS = {"max_num_seqs": 64, "num_speculative_tokens": 3}
 CASES = [
     ("h2", "greedy"),
     ("h4", "probabilistic"),
-    pytest.param("h4", "greedy", marks=pytest.mark.slow),
-    pytest.param("h2", "probabilistic", marks=pytest.mark.slow),
+    pytest.param(("h4", "greedy"), marks=pytest.mark.slow),
+    pytest.param(("h2", "probabilistic"), marks=pytest.mark.slow),
 ]
 
 
