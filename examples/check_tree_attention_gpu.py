@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -154,8 +155,8 @@ def time_all(device: str) -> None:
         shape = Shape((context,) * num_reqs, nodes)
         args, scale = random_batch(shape, device), shape.head_dim**-0.5
         mask = torch.stack([visible_keys(b, context, None)[0] for b in args[6]])
-        ours = do_bench(lambda a=args, s=scale: tree_attention(*a, s), quantiles=[0.5])
-        dense = do_bench(lambda a=args, m=mask: dense_attention(a, m), quantiles=[0.5])
+        ours = do_bench(partial(tree_attention, *args, scale), quantiles=[0.5])
+        dense = do_bench(partial(dense_attention, args, mask), quantiles=[0.5])
         print(
             f"{num_reqs:8d}  {context:7d}  {nodes:5d}  "
             f"{1000 * ours:6.0f}  {1000 * dense:13.0f}"
