@@ -50,6 +50,9 @@ def single_rows(
         max_query_len=1,
         query_start_loc=arange[: num_rows + 1],
         query_start_loc_cpu=torch.from_numpy(starts),
+        is_prefilling=None,
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
     )
 
 

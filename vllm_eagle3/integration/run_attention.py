@@ -94,9 +94,14 @@ class RunAttention:
         assert batch is not None and plan is not None
         starts = torch.from_numpy(batch.run_starts.astype(np.int32))
         lens = torch.from_numpy(batch.seq_lens.astype(np.int32))
-        table = metadata.block_table_tensor
+        table, prefilling = metadata.block_table_tensor, metadata.is_prefilling
+        if prefilling is not None:
+            prefilling = prefilling[torch.from_numpy(batch.run_request)]
         return replace(
             metadata,
+            is_prefilling=prefilling,
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
             seq_lens=lens.to(self.device),
