@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,14 @@ def llm_settings(
     *,
     num_speculative_tokens: int = 3,
     draft_sample_method: str = "greedy",
+    speculation: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Arguments of vllm.LLM for folders of a fixture target and head."""
+    """Arguments of vllm.LLM for folders of a fixture target and head.
+
+    Args:
+        speculation: more keys of `speculative_config`.
+    """
     arguments: dict[str, Any] = {
         "model": target,
         "dtype": "float32",
@@ -57,6 +62,7 @@ def llm_settings(
             "model": head,
             "num_speculative_tokens": num_speculative_tokens,
             "draft_sample_method": draft_sample_method,
+            **(speculation or {}),
         }
     return arguments
 
@@ -123,8 +129,7 @@ class EnginePool:
         Args:
             target, head: fixture names, or folders as Path; no head means no
                 speculation.
-            settings: `num_speculative_tokens`, `draft_sample_method` and any argument
-                of vllm.LLM.
+            settings: those of `llm_settings`.
         """
         key = repr((target, head, sorted(settings.items())))
         if self._handle is None or key != self._key:
