@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup test test-all quality demo clean
+.PHONY: help setup test test-all quality demo fingerprints clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ quality: setup  ## ruff and mypy
 
 demo: setup  ## the same prompts without speculation, with vLLM's chain and with ours
 	$(VENV)/bin/vllm-eagle3 demo
+
+fingerprints: setup  ## record the vLLM functions that are overridden, list changes
+	$(PY) -m vllm_eagle3.integration.fingerprints
 
 clean:  ## remove the environment and caches of tools
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
