@@ -8,6 +8,7 @@ the attention metadata of a level is derived from the first pass's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,9 @@ class Eagle3Proposer(EagleProposer):
         """Grow trees of this shape from now on, with scratch blocks for their KV."""
         self._tree_shape = shape
         self._tree_growth = TreeGrowth(self, layers, block_size, scratch)
+        # A level must fit the scratch blocks and, with one end more, `arange`.
+        rows = min(self._tree_growth.max_rows, self.max_num_tokens - 1)
+        self._trees_at_once = rows // shape.top_k
 
     def propose(
         self,
@@ -128,20 +132,44 @@ class Eagle3Proposer(EagleProposer):
             growth = ChainGrowth(self, metadata, positions[rows], seq_lens)
             shape = TreeShape.chain(num_drafts)
             return grow(root, growth.advance, self._to_target_ids, shape).token_ids
-        self._tree_growth.begin(metadata, positions[rows])
-        return self._keep_tree(
-            grow(root, self._tree_growth.advance, self._to_target_ids, self._tree_shape)
+        return self._keep_trees(
+            [
+                self._grow_trees(root, metadata, positions[rows], first)
+                for first in range(0, len(rows), self._trees_at_once)
+            ]
         )
 
-    def _keep_tree(self, tree: DraftTree) -> torch.Tensor:
+    def _grow_trees(
+        self,
+        root: HeadOutput,
+        metadata: CommonAttentionMetadata,
+        positions: torch.Tensor,  # [num_reqs], of the last confirmed tokens
+        first: int,
+    ) -> DraftTree:
+        """Grow the trees of the requests from `first` on, as many as fit."""
+        assert self._tree_shape is not None
+        part = slice(first, min(first + self._trees_at_once, len(positions)))
+        table = metadata.block_table_tensor[part]
+        self._tree_growth.begin(
+            replace(metadata, block_table_tensor=table), positions[part]
+        )
+        return grow(
+            HeadOutput(root.features[part], root.logits[part]),
+            self._tree_growth.advance,
+            self._to_target_ids,
+            self._tree_shape,
+        )
+
+    def _keep_trees(self, trees: list[DraftTree]) -> torch.Tensor:
         """Put nodes in depth-first order and keep their parents for the scheduler."""
-        parents = tree.parents.cpu().numpy()
+        parents = torch.cat([tree.parents for tree in trees]).cpu().numpy()
         order = depth_first(parents)
         new_index = np.argsort(order, axis=1)
         old = np.take_along_axis(parents, order, axis=1)
         moved = np.take_along_axis(new_index, old.clip(min=0), axis=1)
         self.last_parents = np.where(old >= 0, moved, old).tolist()
-        return tree.token_ids.gather(1, torch.from_numpy(order).to(self.device))
+        token_ids = torch.cat([tree.token_ids for tree in trees])
+        return token_ids.gather(1, torch.from_numpy(order).to(self.device))
 
     def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Argmax over the draft vocabulary; logits never go to the target's."""
