@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.models import random_llama
-from vllm_eagle3.decode import decode
+from tests.tree_engine import judged_steps
+from vllm_eagle3.decode import Step, decode
 from vllm_eagle3.drafter import TreeShape
 from vllm_eagle3.head_io import read_head
 from vllm_eagle3.plain import PlainHead, PlainTarget
@@ -75,44 +76,45 @@ def test_target_cache_after_commit_is_that_of_a_plain_run(models: Models) -> Non
         )
 
 
+STEP_SHAPES = {
+    "chain": TreeShape.chain(3),
+    "tree": TreeShape(num_nodes=12, top_k=4, depth=3),
+}
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("prompt", PROMPTS, ids=["short", "long"])
+@pytest.mark.parametrize("kind", STEP_SHAPES)
 def test_engine_equals_the_oracle_step_by_step(
-    models: Models, engine: Any, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    models: Models, engine: Any, kind: str
 ) -> None:
+    """The same trees (as sets of paths), accepted paths and emitted tokens."""
     from vllm import SamplingParams
 
-    handle = engine("f1", "h1", additional_config={"vllm_eagle3": {"shape": "chain"}})
-    core = handle.llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
-    judged = record_steps(runner, monkeypatch)
+    shape = STEP_SHAPES[kind]
+    options: dict[str, Any] = {"shape": kind}
+    if kind == "tree":
+        options |= {"top_k": shape.top_k, "depth": shape.depth}
+    handle = engine(
+        "f1",
+        "h1",
+        num_speculative_tokens=shape.num_nodes,
+        additional_config={"vllm_eagle3": options},
+    )
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    run = handle.run([prompt], params)
-    target, head = oracle(models, "h1")
-    tokens, steps = decode(target, head, prompt, MAX_TOKENS, TreeShape.chain(3))
-    assert run.token_ids[0] == tokens
-    expected = [
-        (step.tree.token_ids[0].tolist(), step.verdict.token_ids[0].tolist())
-        for step in steps
-    ]
-    # The engine drafts no further than its last token needs.
-    assert judged[: len(expected) - 2] == expected[: len(expected) - 2]
-    assert run.accepted > len(steps) // 2
+    for prompt in PROMPTS:
+        with judged_steps(handle) as judged:
+            run = handle.run([prompt], params)
+        target, head = oracle(models, "h1")
+        tokens, steps = decode(target, head, prompt, MAX_TOKENS, shape)
+        assert run.token_ids[0] == tokens
+        got = [(step.paths(), step.emitted) for step in judged]
+        expected = [(paths(step), step.verdict.token_ids[0].tolist()) for step in steps]
+        # The engine drafts no further than its last token needs.
+        assert got[: len(expected) - 2] == expected[: len(expected) - 2]
+        assert run.accepted > len(steps) // 2
 
 
-def record_steps(
-    runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[list[int], list[int]]]:
-    """(drafts, emitted tokens) of every step of one request that judges drafts."""
-    steps: list[tuple[list[int], list[int]]] = []
-    sample = runner._sample
-
-    def recording(logits: Any, metadata: Any) -> Any:
-        output = sample(logits, metadata)
-        if metadata is not None and metadata.draft_token_ids.numel():
-            emitted = [t for t in output.sampled_token_ids[0].tolist() if t >= 0]
-            steps.append((metadata.draft_token_ids.tolist(), emitted))
-        return output
-
-    monkeypatch.setattr(runner, "_sample", recording)
-    return steps
+def paths(step: Step) -> set[tuple[int, ...]]:
+    """Tokens from the root to each node of the oracle's tree."""
+    tree = step.tree
+    return {tuple(tree.token_ids[0][seen].tolist()) for seen in tree.ancestor_mask()[0]}
