@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from ..config import KEY, MAX_FALLBACK_CHAIN, read_options
 from ..drafter import TreeShape
 from . import head_fit
+from .tree_support import why_no_trees
 
 logger = logging.getLogger("vllm.vllm_eagle3")
 
@@ -86,10 +87,13 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
     if reason:
         _fall_back(spec, reason)
         return
+    if shape is not None and shape.top_k > 1:
+        if obstacle := why_no_trees(vllm_config):
+            shape = _chain_instead(vllm_config, obstacle)
+        else:
+            _prepare_for_trees(vllm_config, shape)
     if shape is not None:
         spec.num_speculative_tokens = shape.num_nodes
-        if shape.top_k > 1:
-            _prepare_for_trees(vllm_config, shape)
     worker = vllm_config.parallel_config.worker_cls
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
     logger.info(
@@ -119,6 +123,19 @@ def _prepare_for_trees(vllm_config: VllmConfig, shape: TreeShape) -> None:
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode.has_full_cudagraphs():
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def _chain_instead(vllm_config: VllmConfig, obstacle: str) -> TreeShape:
+    """Rewrite the options, which every process reads again."""
+    budget = vllm_config.speculative_config.num_speculative_tokens
+    shape = TreeShape.chain(min(budget, MAX_FALLBACK_CHAIN))
+    options = {**vllm_config.additional_config, KEY: {"shape": "chain"}}
+    vllm_config.additional_config = options
+    _warn_once(
+        f"vllm_eagle3 drafts chains of {shape.num_nodes} in this engine, not trees: "
+        f"{obstacle}"
+    )
+    return shape
 
 
 def _describe(shape: TreeShape | None) -> str:

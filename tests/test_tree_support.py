@@ -1,0 +1,87 @@
+"""Engines that cannot hold trees draft chains, and say why in one line."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_eagle3.config import KEY, read_options
+from vllm_eagle3.integration.tree_support import why_no_trees
+
+
+def settings(**changed: Any) -> SimpleNamespace:
+    """What is read of an engine's configuration; by default it can hold trees."""
+    model = {
+        "use_mla": False,
+        "has_inner_state": False,
+        "is_hybrid": False,
+        "uses_mrope": False,
+    }
+    parallel = {
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "use_ubatching": False,
+        "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
+    }
+    connector = changed.pop("kv_transfer_config", None)
+    unknown = changed.keys() - model.keys() - parallel.keys()
+    assert not unknown, unknown
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            **{name: changed.get(name, value) for name, value in model.items()}
+        ),
+        parallel_config=SimpleNamespace(
+            **{name: changed.get(name, value) for name, value in parallel.items()}
+        ),
+        kv_transfer_config=connector,
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=16, parallel_drafting=False
+        ),
+        additional_config={KEY: {"shape": "tree", "top_k": 4}, "other": 1},
+    )
+
+
+def test_an_ordinary_engine_holds_trees() -> None:
+    assert why_no_trees(settings()) == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"use_mla": True}, "MLA"),
+        ({"has_inner_state": True}, "recurrent"),
+        ({"is_hybrid": True}, "recurrent"),
+        ({"uses_mrope": True}, "M-RoPE"),
+        ({"kv_transfer_config": object()}, "KV connector"),
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"prefill_context_parallel_size": 2}, "context parallelism"),
+        ({"use_ubatching": True}, "DBO"),
+    ],
+    ids=str,
+)
+def test_each_obstacle_is_named(changed: dict[str, Any], why: str) -> None:
+    assert why in why_no_trees(settings(**changed))
+
+
+def test_such_an_engine_drafts_short_chains(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("vllm")
+    from vllm_eagle3.integration import engine_config
+
+    monkeypatch.setattr(engine_config.head_fit, "foreign_reason", lambda spec: "")
+    monkeypatch.setattr(engine_config.logger, "propagate", True)
+    config = settings(use_mla=True)
+    with caplog.at_level(logging.WARNING, engine_config.logger.name):
+        engine_config.prepare(config, unsupported="")
+    assert "chains of 5 in this engine, not trees: the target caches" in caplog.text
+    assert config.speculative_config.num_speculative_tokens == 5
+    # Every process reads the options again, and must come to the same shape.
+    again = read_options(config.additional_config).tree_shape(5)
+    assert again is not None and (again.num_nodes, again.top_k) == (5, 1)
+    assert config.additional_config["other"] == 1
+    assert config.parallel_config.worker_cls in engine_config.WORKERS.values()
