@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
 
 from tests.laws import LIMIT, chi_squared_excess
+from tests.mutant import Edit
+from vllm_eagle3 import sampled_drafter
 from vllm_eagle3.drafter import HeadOutput
 from vllm_eagle3.sampled_drafter import SampledShape, draw_children, grow_sampled
 
@@ -163,3 +166,37 @@ def test_temperature_zero_is_refused() -> None:
             torch.tensor([1.0, 0.0]),
             torch.ones(2, 1, VOCAB),
         )
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit(
+            "temperature of a neighbour",
+            "/ temperature[:, None, None]",
+            "/ temperature.roll(1)[:, None, None]",
+        ),
+        Edit(
+            "features of the wrong row",
+            "features[:, parent_row]",
+            "features[:, row[:1] * len(parent_row)]",
+        ),
+        Edit(
+            "wrong ancestor",
+            "[lineage[:, parent_row],",
+            "[lineage[:, row[:1] * len(parent_row)],",
+        ),
+        Edit(
+            "all siblings get the first draw",
+            "[:, row, turn]",
+            "[:, row, [0] * len(turn)]",
+        ),
+    ],
+    ids=lambda edit: edit.name,
+)
+def test_a_mutant_of_growing_fails(edit: Edit, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = edit.of(sampled_drafter, "grow_sampled")
+    monkeypatch.setattr(sys.modules[__name__], "grow_sampled", mutant)
+    shape = SampledShape(((2,), (1, 1), (2, 1), (1, 1, 1)))
+    with pytest.raises(AssertionError):
+        test_every_child_is_drawn_from_q_at_its_path_and_temperature(shape, None)

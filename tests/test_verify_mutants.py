@@ -8,12 +8,9 @@ another way than it is told; the boxes are then exact, and so is the wrong law.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,26 +33,10 @@ from tests.exact_law import (
     target_law,
     without_replacement,
 )
+from tests.mutant import Edit
 from vllm_eagle3 import rejection, verify
 from vllm_eagle3.rejection import reject_tree
 from vllm_eagle3.verify import match_tree
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A mutant: one expression of a module, written another way."""
-
-    name: str
-    old: str
-    new: str
-
-    def of(self, module: ModuleType, function: str) -> Callable[..., Any]:
-        source = inspect.getsource(module)
-        assert source.count(self.old) == 1, f"mutant {self.name!r} no longer applies"
-        namespace = {"__name__": module.__name__, "__package__": module.__package__}
-        exec(source.replace(self.old, self.new), namespace)
-        return namespace[function]
-
 
 REJECTION_EDITS = (
     Edit(

@@ -8,8 +8,9 @@ accepted gives the recovered token; at a leaf nothing was taken from p, and its 
 the bonus (Leviathan et al. 2023, appendix A; without replacement: Jeon et al. 2024,
 RSD, and Chen et al. 2024, Sequoia).
 
-The output law is p for any q, but only if the tree was built blind: how many children
-a node gets must not depend on the tokens drawn, and only later siblings may be dropped.
+The output law is p for any q, but only if a draw is judged whatever token it gave: the
+number of a node's children is fixed before they are drawn, and a tree may be cut only
+by rules that are blind to the tokens that go.
 """
 
 from __future__ import annotations

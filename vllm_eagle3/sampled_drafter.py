@@ -91,7 +91,7 @@ def draw_children(
 
     An exponential race, which is Gumbel-top-k without the logarithms: ids finish at
     the times noise / q, and the order of finishing is that of drawing one by one
-    (Kool et al. 2019, section 2.3).
+    (Kool et al. 2019).
     """
     tiny = torch.finfo(noise.dtype).tiny
     return (q / noise.clamp(min=tiny)).topk(num_children, dim=-1).indices
