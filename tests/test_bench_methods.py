@@ -76,3 +76,15 @@ def test_mode_reaches_the_environment() -> None:
     assert environ["KMP_BLOCKTIME"] == "5"
     assert environ["OMP_NUM_THREADS"] == "3"
     assert "LD_PRELOAD" not in environ
+
+
+def test_trees_are_named_by_nodes_and_if_wanted_by_shape() -> None:
+    plain, shaped = parse_methods("ours:tree:16,ours:tree:8:2:4")
+    assert plain.num_speculative_tokens == 16 and plain.options == {"shape": "tree"}
+    assert shaped.options == {"shape": "tree", "top_k": 2, "depth": 4}
+
+
+@pytest.mark.parametrize("name", ["ours:tree:0", "ours:tree:8:2", "ours:tree:4:2:9"])
+def test_trees_that_cannot_be_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        parse_methods(name)

@@ -4,6 +4,7 @@ off            stock vLLM without speculation
 chain:K        stock vLLM, EAGLE-3 chain of K draft tokens
 ours:auto      this package, shape chosen by it
 ours:chain:K   this package, chain of K draft tokens
+ours:tree:N    this package, trees of N nodes; ours:tree:N:TOP_K:DEPTH shapes them
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_eagle3.config import AUTO_CHAIN
+from vllm_eagle3.config import AUTO_CHAIN, KEY, MAX_SPECULATIVE_TOKENS, read_options
 
 MAX_CHAIN = 16
-KNOWN_METHODS = f"off, chain:K, ours:auto, ours:chain:K (K in 1..{MAX_CHAIN})"
+KNOWN_METHODS = (
+    f"off, chain:K, ours:auto, ours:chain:K (K in 1..{MAX_CHAIN}), "
+    f"ours:tree:N[:TOP_K:DEPTH] (N in 1..{MAX_SPECULATIVE_TOKENS})"
+)
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,28 @@ def parse_method(name: str) -> Method:
             return _ours(name, "auto", AUTO_CHAIN)
         case ["ours", "chain", length]:
             return _ours(name, "chain", _chain_length(name, length))
+        case ["ours", "tree", *numbers] if _are_numbers(numbers, 1, 3):
+            return _tree(name, [int(number) for number in numbers])
     raise ValueError(f"methods: got {name!r}, want some of {KNOWN_METHODS}")
 
 
 def _ours(name: str, shape: str, num_tokens: int) -> Method:
     return Method(name, True, num_tokens, {"shape": shape})
+
+
+def _are_numbers(texts: list[str], *counts: int) -> bool:
+    return len(texts) in counts and all(t.isascii() and t.isdigit() for t in texts)
+
+
+def _tree(name: str, numbers: list[int]) -> Method:
+    options: dict[str, Any] = {"shape": "tree"}
+    if len(numbers) == 3:
+        options |= {"top_k": numbers[1], "depth": numbers[2]}
+    try:
+        read_options({KEY: options}).tree_shape(numbers[0])
+    except ValueError as error:
+        raise ValueError(f"methods: got {name!r}; {error}") from error
+    return Method(name, True, numbers[0], options)
 
 
 def _chain_length(name: str, text: str) -> int:

@@ -33,6 +33,9 @@ WORKERS = {
 }
 
 SCHEDULER = "vllm_eagle3.integration.scheduler.Eagle3Scheduler"
+# Scratch is reserved and copied in whole blocks, so blocks are small; vLLM's default
+# on a CPU is 128 tokens.
+TREE_BLOCK_SIZE = 32
 
 
 def install(unsupported: str) -> None:
@@ -116,6 +119,9 @@ def _prepare_for_trees(vllm_config: VllmConfig, shape: TreeShape) -> None:
             f"{scheduler.max_num_batched_tokens}, want fewer children a node than "
             "tokens a step; lower one or raise the other"
         )
+    cache = vllm_config.cache_config
+    if current_platform.is_cpu() and not cache.user_specified_block_size:
+        cache.block_size = TREE_BLOCK_SIZE
     scheduler.scheduler_cls = SCHEDULER
     # The next step's topology is known only when this step's drafts are.
     scheduler.async_scheduling = False
