@@ -106,6 +106,7 @@ def write_head_files(
         # Clones, because safetensors refuses tensors that share memory.
         stored = {n: t.detach().cpu().clone() for n, t in tensors.items()}
         save_file(stored, fresh / WEIGHTS_FILE, metadata={"format": "pt"})
+        (fresh / WEIGHTS_FILE).chmod(0o644)  # safetensors leaves it to the owner
         text = json.dumps(dict(config), indent=2, sort_keys=True)
         (fresh / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
         _swap(fresh, path)
