@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,3 +36,21 @@ def engine(models: Callable[[str], Path]) -> Iterator[EnginePool]:
     pool = EnginePool(models)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """What the package warns of; vLLM's loggers reach no root handler."""
+    # First, because importing it sets up logging anew and drops our handler.
+    pytest.importorskip("vllm")
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Keep(logging.WARNING)
+    logger = logging.getLogger("vllm.vllm_eagle3")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)

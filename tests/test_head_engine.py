@@ -1,4 +1,4 @@
-"""Heads of every make in a real engine: run as meant, refused by name, or left to vLLM.
+"""Heads of every make in a real engine: run as meant, or left to vLLM.
 
 The heads are H2, exact for the bigram target F2, in another layout, dtype, name or
 arrangement: as it is meant, every draft is accepted; misread, hardly any.
@@ -6,11 +6,8 @@ arrangement: as it is meant, every draft is accepted; misread, hardly any.
 
 from __future__ import annotations
 
-import json
-import logging
-import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.bigram_heads import exact_head, greedy_chain
-from tests.engine_run import EnginePool, Run, llm_settings
+from tests.engine_run import EnginePool, Run
 from tests.models.bigram import VOCAB, bigram_table
 from tests.models.head_variants import edit_head
 from tests.models.random_llama import known_prompts
 from tests.models.shapes import HIDDEN, head_config, write_head
 from vllm_eagle3.draft_head import Eagle3DraftHead
-from vllm_eagle3.head_io import head_config_for_target
 from vllm_eagle3.head_io import write_head as write_any_head
 from vllm_eagle3.taps import default_tap_ids
 from vllm_eagle3.vocab import DraftVocab
@@ -53,18 +49,6 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [
         torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths
     ]
-
-
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    """What the package warns of; vLLM's loggers reach no root handler."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm.vllm_eagle3")
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
 
 
 def assert_exact(run: Run, prompts: list[list[int]]) -> None:
@@ -353,78 +337,6 @@ def test_drafting_resumes_after_steps_without(engine: EnginePool) -> None:
     assert run.drafted <= 3 * 32
 
 
-# ---- warnings, one reading, copies
-
-
-@pytest.fixture
-def engine_config(models: Models) -> Callable[..., Any]:
-    """engine_config(head, target="f2") -> VllmConfig, as an engine starts with it."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    def create(head: Path, target: Path | None = None, **speculation: Any) -> Any:
-        settings = llm_settings(
-            str(target or models("f2")), str(head), speculation=speculation, **SMALL
-        )
-        return EngineArgs(**settings).create_engine_config()
-
-    return create
-
-
-def test_a_head_made_for_a_target_has_its_positions(
-    models: Models,
-    engine_config: Callable[..., Any],
-    tmp_path: Path,
-    warnings: list[str],
-) -> None:
-    rope = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}
-    fields = {"rope_parameters": rope, "max_position_embeddings": 4096}
-    shutil.copytree(models("f2"), tmp_path / "target")
-    edit_head(tmp_path / "target", config=fields, drop=("rope_theta",))
-    target_config = json.loads((tmp_path / "target" / "config.json").read_text())
-    head = Eagle3DraftHead(head_config_for_target(target_config, VOCAB))
-    write_any_head(tmp_path / "head", head, FULL)
-    made = engine_config(tmp_path / "head", tmp_path / "target")
-    hf_config = made.speculative_config.draft_model_config.hf_config
-    assert hf_config.max_position_embeddings == 4096
-    assert hf_config.rope_parameters == rope
-    assert not [m for m in warnings if "rope" in m or "position" in m]
-    edit_head(tmp_path / "head", {"max_position_embeddings": 2048})
-    made = engine_config(tmp_path / "head", tmp_path / "target")
-    hf_config = made.speculative_config.draft_model_config.hf_config
-    assert hf_config.max_position_embeddings == 4096
-    assert [m for m in warnings if "max_position_embeddings: the head says 2048" in m]
-
-
-def test_head_is_read_once_and_its_meaning_is_pickled(
-    models: Models,
-    engine_config: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vllm_eagle3 import head_serving
-
-    read: list[Path] = []
-    stock = head_serving.read_head_files
-    monkeypatch.setattr(
-        head_serving, "read_head_files", lambda d: read.append(d) or stock(d)
-    )
-    config = engine_config(models("h2"))
-    copy = pickle.loads(pickle.dumps(config.speculative_config))
-    assert read == [models("h2")]
-    hf_config = copy.draft_model_config.hf_config
-    assert getattr(hf_config, TAPS) == [1, 2, 3]
-    assert callable(copy.draft_model_config.hf_overrides)
-
-
-def test_a_name_that_says_eagle3_needs_no_method(
-    models: Models, engine_config: Callable[..., Any], tmp_path: Path
-) -> None:
-    shutil.copytree(models("h2"), tmp_path / "my-eagle3")
-    edit_head(tmp_path / "my-eagle3", drop=("architectures",))
-    config = engine_config(tmp_path / "my-eagle3", method=None)
-    assert config.speculative_config.method == "eagle3"
-    assert config.parallel_config.worker_cls.startswith("vllm_eagle3.")
-
-
 # ---- another kind of head: vLLM's own chain, one warning
 
 
@@ -483,103 +395,3 @@ def test_head_of_another_kind_keeps_vllms_chain(
     table = bigram_table()
     assert run.token_ids == [greedy_chain(table, p[-1], TOKENS) for p in prompts]
     assert run.drafted > 0 and run.accepted >= share * run.drafted
-
-
-# ---- refused at start, by name, with nothing started
-
-Q_NORM = "midlayer.q_norm.weight"
-REDUCED = torch.arange(80, 128)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "reduced vocabulary without map": ({"drop": ("d2t",)}, "d2t: missing, but the"),
-    "reduced vocabulary, zero map": (
-        {"tensors": {"d2t": torch.zeros(48, dtype=torch.int64)}, "drop": ("t2d",)},
-        "d2t: all zeros",
-    ),
-    "map of another head": (
-        {"tensors": {"d2t": torch.zeros(47, dtype=torch.int64)}},
-        r"d2t: got torch.int64 \[47\], want int64 \[48\]",
-    ),
-    "reduced vocabulary without lm_head": (
-        {"drop": ("lm_head.weight",)},
-        "lm_head.weight: missing, and the target's lm_head scores 128",
-    ),
-    "switch without its weight": (
-        {"config": {"norm_before_fc": True}},
-        "input_norm.weight: missing",
-    ),
-    "unknown switch": ({"config": {"norm_of_all": True}}, "norm_of_all: unknown"),
-    "unused weight": ({"tensors": {Q_NORM: torch.ones(2)}}, "q_norm.weight: unused"),
-    "tap outside the target": (
-        {"config": {TAPS: [1, 2, 5], "eagle_config": None}},
-        "for a target of 4 layers",
-    ),
-    "repeated tap": (
-        {"config": {TAPS: [1, 2, 2], "eagle_config": None}},
-        "vLLM drops repeats",
-    ),
-    "model type missing": ({"drop": ("model_type",)}, "model_type: not written"),
-}
-
-
-@pytest.mark.parametrize("fault", REFUSED)
-def test_fault_is_refused_before_anything_starts(
-    fault: str, engine_config: Callable[..., Any], tmp_path: Path
-) -> None:
-    edit, message = REFUSED[fault]
-    vocab = DraftVocab(REDUCED, VOCAB)
-    write_any_head(tmp_path / "head", exact_head(bigram_table(), vocab), vocab)
-    edit_head(tmp_path / "head", **edit)
-    with pytest.raises(ValueError, match=message):
-        engine_config(tmp_path / "head")
-
-
-def truncated(folder: Path) -> Path:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    return folder
-
-
-def without_weights(folder: Path) -> Path:
-    (folder / "model.safetensors").unlink()
-    return folder
-
-
-def a_file(folder: Path) -> Path:
-    return folder / "config.json"
-
-
-def nowhere(folder: Path) -> Path:
-    return folder / "nowhere"
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (nowhere, "speculative_config model: got .*which is no folder; want the"),
-        (a_file, "speculative_config model: got .*which is no folder; want the"),
-        (truncated, "broken or cut short.*fetch it again"),
-        (without_weights, r"holds no \*.safetensors file; give the folder of a"),
-    ],
-)
-def test_broken_head_is_refused_by_the_engine(
-    damage: Callable[[Path], Path], message: str, models: Models, tmp_path: Path
-) -> None:
-    from vllm import LLM
-
-    shutil.copytree(models("h2"), tmp_path / "head")
-    with pytest.raises(ValueError, match=message):
-        LLM(**llm_settings(str(models("f2")), str(damage(tmp_path / "head"))))
-
-
-def test_head_of_another_target_is_refused_by_the_engine(models: Models) -> None:
-    from vllm import LLM
-
-    with pytest.raises(ValueError, match="made for another target"):
-        LLM(**llm_settings(str(models("f1")), str(models("h2"))))
-
-
-def test_missing_target_is_named(models: Models, tmp_path: Path) -> None:
-    from vllm import LLM
-
-    with pytest.raises(ValueError, match="no-target"):
-        LLM(**llm_settings(str(tmp_path / "no-target"), str(models("h2"))))
