@@ -103,7 +103,7 @@ def judged_steps(handle: EngineHandle) -> Iterator[list[JudgedStep]]:
     try:
         yield steps
     finally:
-        del runner._sample
+        runner._sample = sample
 
 
 def _judged(

@@ -17,10 +17,10 @@ def scratch_branches(shape: TreeShape, max_num_seqs: int) -> int:
     """Branches that scratch blocks are reserved for.
 
     Verification needs one a branch; growth needs two a frontier row (a level reads
-    the one before it), and at least a chain for everyone.
+    the one before it), and grows as many trees at a time as fit.
     """
     wanted = max_num_seqs * max(shape.num_nodes - 1, 2 * shape.top_k)
-    return max(2 * max_num_seqs, min(wanted, MAX_BRANCHES))
+    return min(wanted, MAX_BRANCHES)
 
 
 def scratch_blocks(shape: TreeShape, max_num_seqs: int, block_size: int) -> int:
