@@ -18,7 +18,7 @@ setup(
     package_data={
         "vllm_eagle3": [
             "py.typed",
-            "heads/*/*",
+            "heads/*.md", "heads/*/*",
             "integration/*.json",
             "prompt_sets/*.jsonl",
         ],
