@@ -93,7 +93,9 @@ GENERATE = """
             fingerprints.Mismatch("vllm.a:b", "has changed", "0.32.0")
         ]
     from vllm import LLM, SamplingParams
-    llm = LLM(**llm_settings({target!r}, {head!r}, num_speculative_tokens=8))
+    llm = LLM(**llm_settings(
+        {target!r}, {head!r}, num_speculative_tokens=8, additional_config={{}}
+    ))
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     result = run(llm, [list(range(20, 40))], params)
     config = llm.llm_engine.vllm_config
