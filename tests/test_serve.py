@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -58,7 +59,8 @@ def server(
         "model": str(models("h1")),
         "num_speculative_tokens": 3,
     }
-    command = ["vllm", "serve", target, "--host", "127.0.0.1", "--port", str(port)]
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    command = [vllm, "serve", target, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--speculative-config", json.dumps(speculation)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     command += ["--block-size", "32"]
