@@ -18,7 +18,8 @@ setup(
     package_data={
         "vllm_eagle3": [
             "py.typed",
-            "heads/*.md", "heads/*/*",
+            "heads/*.md",
+            "heads/*/*",
             "integration/*.json",
             "prompt_sets/*.jsonl",
         ],

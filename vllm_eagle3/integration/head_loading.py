@@ -7,16 +7,16 @@ loader stops at the stored one. All offsets zero say the same as no map.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cache
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
 
-@cache  # once per process; reloading weights comes this way too
-def leave_out_identity_maps() -> None:
-    """Have vLLM's module load such heads."""
+@contextmanager
+def identity_maps_left_out() -> Iterator[None]:
+    """While a head is loaded, hand vLLM's module its weights without such a map."""
     stock = Eagle3LlamaForCausalLM.load_weights
 
     def load_weights(
@@ -27,6 +27,10 @@ def leave_out_identity_maps() -> None:
         return stock(self, weights)
 
     Eagle3LlamaForCausalLM.load_weights = load_weights
+    try:
+        yield
+    finally:
+        Eagle3LlamaForCausalLM.load_weights = stock
 
 
 def _without_identity_map(

@@ -24,7 +24,7 @@ from ..drafter import HeadOutput, TreeShape, grow
 from ..tree import DraftTree
 from ..tree_runs import depth_first
 from .growth import ChainGrowth, TreeGrowth
-from .head_loading import leave_out_identity_maps
+from .head_loading import identity_maps_left_out
 
 
 class Eagle3Proposer(EagleProposer):
@@ -49,8 +49,8 @@ class Eagle3Proposer(EagleProposer):
         return self._draft_attn_layer_names
 
     def load_model(self, target_model: nn.Module) -> None:
-        leave_out_identity_maps()
-        super().load_model(target_model)
+        with identity_maps_left_out():
+            super().load_model(target_model)
         self.model.register_forward_hook(self._keep_output)
         d2t = getattr(self.model, "draft_id_to_target_id", None)
         if d2t is not None:
