@@ -60,7 +60,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="cpu-seeded-chunked-prefill",
-        upstream="none found",
+        upstream="none in vllm; RBLN-SW/vllm-rbln#1025 is the same defect",
         reason="a request with a seed and a prompt longer than one chunk stops the "
         "engine on a CPU: its random generator has no offset to rewind",
         removal="a release that rewinds CPU generators without an offset",
@@ -76,7 +76,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="cpu-padded-drafts",
-        upstream="none found",
+        upstream="vllm-project/vllm#46533 (Triton kernels only)",
         reason="on a CPU a padded draft (id -1) can be accepted above temperature 0: "
         "a one-token prompt that joins a running batch then continues from a token "
         "that it never had",
