@@ -25,11 +25,13 @@ def main() -> None:
     parser.add_argument("--shape", default="chain", choices=["chain", "tree", "auto"])
     parser.add_argument("--nodes", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--eager", action="store_true", help="start without compiling")
     arguments = parser.parse_args()
     llm = LLM(
         model=str(embedded.resolve_target(arguments.target)),
         max_model_len=1024,
         max_num_seqs=8,
+        enforce_eager=arguments.eager,
         disable_log_stats=False,
         speculative_config={
             "method": "eagle3",

@@ -22,7 +22,7 @@ def test_offline_example_drafts_and_accepts(
     command = [sys.executable, "examples/offline.py", "--shape", shape]
     command += ["--target", str(models("f2")), "--head", str(models("h2"))]
     done = subprocess.run(
-        [*command, "--max-tokens", "24"],
+        [*command, "--max-tokens", "24", "--eager"],
         cwd=ROOT,
         env=dict(os.environ),
         capture_output=True,
