@@ -47,7 +47,7 @@ class Batch:
     ids: torch.Tensor  # [rows, tokens], int64
     span_ids: torch.Tensor  # [rows, tokens], int64
     lengths: torch.Tensor  # [rows], int64
-    kinds: tuple[str, ...]
+    rows: tuple[Row, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -162,4 +162,4 @@ def collate(rows: Sequence[Row]) -> Batch:
         for number, (start, end, _) in enumerate(row.spans, 1):
             span_ids[r, start:end] = number
     lengths = torch.tensor([len(row.ids) for row in rows])
-    return Batch(ids, span_ids, lengths, tuple(row.kind for row in rows))
+    return Batch(ids, span_ids, lengths, tuple(rows))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..draft_head import Eagle3DraftHead
 from ..vocab import DraftVocab
-from .data import Row, collate, make_batches
-from .features import TargetFeatures
+from .data import Batch, Row, collate, make_batches
+from .features import Features
 from .ttt import unroll
 
 
@@ -39,7 +39,7 @@ class PredictedAcceptance:
 @torch.no_grad()
 def predict_acceptance(
     head: Eagle3DraftHead,
-    target: TargetFeatures,
+    target: Callable[[Batch], Features],
     vocab: DraftVocab,
     rows: Sequence[Row],
     num_steps: int,

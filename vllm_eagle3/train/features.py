@@ -17,6 +17,20 @@ from .data import Batch
 
 
 @dataclass(frozen=True)
+class Readings:
+    """What a forward of the target leaves behind; `Features` follow from it.
+
+    Supervised tokens are counted row by row. The law of a token is read one position
+    earlier, so `last` is the state after the final norm there.
+    """
+
+    taps: torch.Tensor  # [rows, tokens, num_taps * hidden]
+    last: torch.Tensor  # [num_supervised, hidden]
+    mass: torch.Tensor  # [num_supervised]: log-sum-exp of all logits, fp32
+    best: torch.Tensor  # [num_supervised]: argmax, a target id
+
+
+@dataclass(frozen=True)
 class Features:
     """What the target says about one batch.
 
@@ -73,16 +87,51 @@ class TargetFeatures:
         """Weight of the target's final norm, [hidden]."""
         return self.decoder.norm.weight
 
-    @torch.no_grad()
+    def fingerprint(self) -> dict[str, Any]:
+        """What the readings depend on; equal fingerprints, equal readings."""
+        first = next(self.decoder.layers[0].parameters()).float()
+        return {
+            "target": type(self.model).__name__,
+            "hidden_size": self.lm_head.shape[1],
+            "num_layers": len(self.decoder.layers),
+            "vocab_size": self.lm_head.shape[0],
+            # Two sums tell apart targets of one shape, say before and after tuning.
+            "weights": [first.sum().item(), self.embedding.float().sum().item()],
+            "tap_ids": list(self.tap_ids),
+            "dtype": str(self.model.dtype),
+        }
+
     def __call__(self, batch: Batch) -> Features:
+        return self.features(batch, self.read(batch))
+
+    @torch.no_grad()
+    def read(self, batch: Batch) -> Readings:
+        """Run the target over `batch`."""
         ids = batch.ids.to(self.device)
-        embeds = self.model.get_input_embeddings()(ids)
-        streams = {0: embeds}
+        streams = {0: self.model.get_input_embeddings()(ids)}
         # Padding is on the right, so a causal target needs no padding mask.
         with self._recording(streams):
             last = self.decoder(ids, use_cache=False).last_hidden_state
         taps = torch.cat([streams[i] for i in self.tap_ids], dim=-1)
-        return Features(taps, embeds, *self._laws(last, batch.span_ids))
+        row, token = (batch.span_ids.to(self.device) > 0).nonzero(as_tuple=True)
+        last = last[row, token - 1]
+        masses, bests = [], []
+        for hidden in last.split(512):
+            logits = self.model.get_output_embeddings()(hidden).float()
+            bests.append(logits.argmax(-1))
+            masses.append(logits.logsumexp(-1))
+        return Readings(taps, last, torch.cat(masses), torch.cat(bests))
+
+    @torch.no_grad()
+    def features(self, batch: Batch, readings: Readings) -> Features:
+        """Embeddings and laws for what was read; runs no layer of the target."""
+        embeds = self.model.get_input_embeddings()(batch.ids.to(self.device))
+        supervised = batch.span_ids.to(self.device) > 0
+        law_row = torch.full(supervised.shape, -1, device=self.device)
+        law_row[supervised] = torch.arange(readings.best.numel(), device=self.device)
+        return Features(
+            readings.taps, embeds, self._law(readings), readings.best, law_row
+        )
 
     @contextmanager
     def _recording(self, streams: dict[int, torch.Tensor]) -> Iterator[None]:
@@ -109,20 +158,12 @@ class TargetFeatures:
             for handle in handles:
                 handle.remove()
 
-    def _laws(
-        self,
-        last: torch.Tensor,  # [rows, tokens, hidden], after the final norm
-        span_ids: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        row, token = (span_ids.to(self.device) > 0).nonzero(as_tuple=True)
-        law_row = torch.full(span_ids.shape, -1, device=self.device)
-        law_row[row, token] = torch.arange(row.numel(), device=self.device)
-        laws, bests = [], []
-        # The law of a token is read one position earlier.
-        for hidden in last[row, token - 1].split(512):
-            logits = self.model.get_output_embeddings()(hidden).float()
-            bests.append(logits.argmax(-1))
-            mass = logits.logsumexp(-1, keepdim=True)
-            law = (logits[:, self.to_target_ids] - mass).exp_()
-            laws.append(law.to(torch.bfloat16))
-        return torch.cat(laws), torch.cat(bests), law_row
+    def _law(self, readings: Readings) -> torch.Tensor:
+        weight = self.lm_head[self.to_target_ids]
+        laws = [
+            ((hidden @ weight.T).float() - mass[:, None]).exp_().to(torch.bfloat16)
+            for hidden, mass in zip(
+                readings.last.split(512), readings.mass.split(512), strict=True
+            )
+        ]
+        return torch.cat(laws)

@@ -14,7 +14,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..draft_head import Eagle3DraftHead
-from ..head_io import head_config_for_target, write_head
+from ..head_io import (
+    head_config_for_target,
+    read_head,
+    require_fitting_head,
+    write_head,
+)
 from ..vocab import DraftVocab
 from .data import (
     Batch,
@@ -27,6 +32,7 @@ from .data import (
     usable_rows,
 )
 from .evaluate import PredictedAcceptance, predict_acceptance
+from .feature_store import StoredFeatures
 from .features import Features, TargetFeatures
 from .losses import soft_cross_entropy
 from .ttt import unroll
@@ -43,6 +49,10 @@ class TrainConfig(BaseModel):
     rows: list[str]
     out: str
     draft_vocab_size: int = Field(default=8192, gt=0)
+    # A head to go on from; its draft vocabulary and switches are kept.
+    warm_start: str | None = None
+    # Where the target's features are kept for later epochs; None reads them each time.
+    features_dir: str | None = None
     tap_ids: tuple[int, ...] | None = None
     fc_norm: bool = False
     norm_output: bool = False
@@ -75,17 +85,14 @@ class Trainer:
         self.target_config = json.loads(
             (Path(config.target) / "config.json").read_text(encoding="utf-8")
         )
-        self.vocab = self._choose_vocab()
-        head_config = head_config_for_target(
-            self.target_config,
-            len(self.vocab),
-            config.tap_ids,
-            fc_norm=config.fc_norm,
-            norm_output=config.norm_output,
-        )
-        self.target = TargetFeatures(config.target, head_config.tap_ids, self.vocab)
-        self.head = Eagle3DraftHead(head_config)
-        self._start_from_target()
+        self.head, self.vocab = self._start()
+        target = TargetFeatures(config.target, self.head.config.tap_ids, self.vocab)
+        self.features: TargetFeatures | StoredFeatures = target
+        if config.features_dir is not None:
+            self.features = StoredFeatures(target, config.features_dir)
+            self.features.require_room(rows)
+        if config.warm_start is None:
+            self._start_from_target(target)
         self.optimizer = torch.optim.AdamW(
             self.head.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=0.0
         )
@@ -121,6 +128,35 @@ class Trainer:
                 self._evaluate_and_save()
         return self._evaluate_and_save()
 
+    def _start(self) -> tuple[Eagle3DraftHead, DraftVocab]:
+        """A new head for the target, or the one to go on from."""
+        config = self.config
+        if config.warm_start is None:
+            vocab = self._choose_vocab()
+            head_config = head_config_for_target(
+                self.target_config,
+                len(vocab),
+                config.tap_ids,
+                fc_norm=config.fc_norm,
+                norm_output=config.norm_output,
+            )
+            return Eagle3DraftHead(head_config), vocab
+        require_fitting_head(config.warm_start, config.target)
+        loaded = read_head(config.warm_start, config.target, torch.float32)
+        asked = {
+            "draft_vocab_size": (config.draft_vocab_size, len(loaded.vocab)),
+            "tap_ids": (config.tap_ids or loaded.config.tap_ids, loaded.config.tap_ids),
+            "fc_norm": (config.fc_norm, loaded.config.fc_norm),
+            "norm_output": (config.norm_output, loaded.config.norm_output),
+        }
+        for field, (ours, theirs) in asked.items():
+            if ours != theirs:
+                raise ValueError(
+                    f"{field}: got {ours}, but the head of warm_start "
+                    f"({config.warm_start}) has {theirs}; use {theirs}, or start anew"
+                )
+        return loaded.head, loaded.vocab
+
     def _choose_vocab(self) -> DraftVocab:
         """The most frequent reply tokens; fixed at the start, also across resumes."""
         counts = count_reply_tokens(self.train_rows, self.target_config["vocab_size"])
@@ -130,7 +166,7 @@ class Trainer:
         return vocab
 
     @torch.no_grad()
-    def _start_from_target(self) -> None:
+    def _start_from_target(self, target: TargetFeatures) -> None:
         """Start near the target: its output rows, its final norm, its high features.
 
         In 60 steps this was worth a tenth of the loss over random initial values.
@@ -138,8 +174,8 @@ class Trainer:
         head, config = self.head, self.head.config
         if config.hidden_size != config.target_hidden_size:
             return
-        head.lm_head.weight.copy_(self.target.lm_head[self.vocab.to_target_ids])
-        head.norm.weight.copy_(self.target.final_norm)
+        head.lm_head.weight.copy_(target.lm_head[self.vocab.to_target_ids])
+        head.norm.weight.copy_(target.final_norm)
         head.fc.weight.mul_(0.1)
         head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
 
@@ -161,7 +197,7 @@ class Trainer:
     def _train_step(self, batch: Batch) -> tuple[float, list[float]]:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate()
-        loss, accuracy = self._loss(batch, self.target(batch))
+        loss, accuracy = self._loss(batch, self.features(batch))
         if not torch.isfinite(loss):
             raise ValueError(
                 f"loss is {loss.item()} at step {self.step}; the last good checkpoint "
@@ -198,7 +234,7 @@ class Trainer:
     def _evaluate_and_save(self) -> PredictedAcceptance:
         predicted = predict_acceptance(
             self.head,
-            self.target,
+            self.features,
             self.vocab,
             self.held_out,
             5,
