@@ -106,7 +106,7 @@ def test_a_disk_without_room_is_refused_before_the_start(
         free = 100
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: Full)
-    with pytest.raises(OSError, match="features_dir: .* needs .* GB are free"):
+    with pytest.raises(OSError, match=r"features_dir: .* needs .* GB are free"):
         store.require_room(some_rows(6)[5:])
 
 
