@@ -195,7 +195,9 @@ def data_regen(
     prompts: Annotated[list[str], typer.Option(help="Prompt files.")],
     out: Annotated[Path, typer.Option(help=_ROWS_HELP)],
     limit: Annotated[int | None, typer.Option(help="First N of each file.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
+    temperature: Annotated[
+        str, typer.Option(help="0 is greedy; several take turns, as in 0,0.7,1.")
+    ] = "0,0.7,1",
     max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 384,
     kind: Annotated[str, typer.Option(help="Label kept with each row.")] = "chat",
 ) -> None:
@@ -203,9 +205,10 @@ def data_regen(
     from vllm_eagle3.integration.engine import VllmEngine
     from vllm_eagle3.train import command
 
-    sampling = Sampling(temperature, max_tokens)
+    temperatures = command.read_temperatures(temperature)
+    samplings = [Sampling(t, max_tokens) for t in temperatures]
     command.run_data_regen(
-        VllmEngine, target, prompts, limit, sampling, kind, out, Console()
+        VllmEngine, target, prompts, limit, samplings, kind, out, Console()
     )
 
 

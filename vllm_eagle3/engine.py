@@ -6,7 +6,7 @@ line hands it to those who need one, so that neither imports vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,6 +85,16 @@ class Engine(Protocol):
         self, prompts: Sequence[Sequence[int]], sampling: Sampling
     ) -> list[Generation]:
         """Continue all prompts as one batch; results in the order of the prompts."""
+        ...
+
+    def stream(
+        self, requests: Iterable[tuple[Sequence[int], Sampling]]
+    ) -> Iterator[tuple[int, Generation]]:
+        """Continue (prompt, sampling) pairs; yield (their number, result) as each ends.
+
+        Requests are taken when a place is free, so the engine stays full to the end
+        of a long list and nothing waits for the slowest of a batch.
+        """
         ...
 
     def metrics(self) -> DraftCounts:

@@ -6,7 +6,8 @@ environment before Python starts; `vllm_eagle3.bench.launch` writes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,25 @@ class VllmEngine:
             use_tqdm=False,
         )
         return [_generation(output.outputs[0]) for output in outputs]
+
+    def stream(
+        self, requests: Iterable[tuple[Sequence[int], Sampling]]
+    ) -> Iterator[tuple[int, Generation]]:
+        waiting, numbers = iter(requests), count()
+        running: dict[str, int] = {}
+        while True:
+            for ids, sampling in islice(waiting, self.spec.max_num_seqs - len(running)):
+                prompt: Any = {"prompt_token_ids": list(ids)}
+                (name,) = self.llm.enqueue(
+                    [prompt], _sampling_params(sampling), use_tqdm=False
+                )
+                # The queue's name is the output's and a suffix of vLLM's own.
+                running[name.split("-")[0]] = next(numbers)
+            if not running:
+                return
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    yield running.pop(output.request_id), _generation(output.outputs[0])
 
     def metrics(self) -> DraftCounts:
         return draft_counts(self.llm.get_metrics())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from .. import embedded
 from ..engine import Engine, EngineSpec, Sampling
 from ..prompts import first_turn_ids, read_prompt_files
 from ..validation import explain
-from .regen import write_prompts, write_replies
+from .regen import Ask, write_prompts, write_replies
 
 StartEngine = Callable[[EngineSpec], Engine]
 
@@ -46,31 +47,44 @@ def run_data_regen(
     target: str,
     prompt_files: Sequence[str],
     limit: int | None,
-    sampling: Sampling,
+    samplings: Sequence[Sampling],
     kind: str,
     out: Path,
     console: Console,
 ) -> None:
-    """Answer the first turn of every prompt; append the rows to `out`."""
+    """Answer the first turn of every prompt; append the rows to `out`.
+
+    `samplings` are used in turn, and a prompt of a category has it as its row's label.
+    """
     if out.suffix == ".gz":
         raise ValueError(
             f"out: got {out}, want a plain .jsonl (compress it afterwards)"
         )
     target_dir, tokenizer = _target_and_tokenizer(target)
     prompts = read_prompt_files(prompt_files, limit)
-    ids = [first_turn_ids(prompt, tokenizer) for prompt in prompts]
+    asks = [
+        Ask(tuple(first_turn_ids(prompt, tokenizer)), sampling, prompt.category or kind)
+        for prompt, sampling in zip(prompts, cycle(samplings), strict=False)
+    ]
     engine = start(EngineSpec(str(target_dir), max_num_seqs=_MAX_NUM_SEQS))
     with Progress(console=console) as bar:
-        task = bar.add_task("replies", total=len(ids))
+        task = bar.add_task("replies", total=len(asks))
         written = write_replies(
-            engine,
-            ids,
-            sampling,
-            kind,
-            out,
-            lambda done, _: bar.update(task, completed=done),
+            engine, asks, out, lambda done, _: bar.update(task, completed=done)
         )
-    console.print(f"{out}: {written} new reply tokens, {len(ids)} rows")
+    console.print(f"{out}: {written} new reply tokens, {len(asks)} rows")
+
+
+def read_temperatures(text: str) -> list[float]:
+    """Parse "0,0.7,1"."""
+    try:
+        temperatures = [float(part) for part in text.split(",")]
+    except ValueError:
+        temperatures = []
+    # A NaN fails every comparison, so what is right is asked for.
+    if not temperatures or not all(t >= 0 for t in temperatures):
+        raise ValueError(f"temperature: got {text!r}, want numbers >= 0, as in 0,0.7,1")
+    return temperatures
 
 
 def run_train(config: Path, console: Console) -> None:

@@ -7,14 +7,17 @@ the engine made them (prompt ids and generated ids; nothing is tokenized twice).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from ..engine import Engine, Sampling
+from ..engine import Engine, Generation, Sampling
 
-# A batch larger than the engine's own keeps it full while stragglers finish.
-BATCH = 256
+# Rows are flushed this often; what a kill can cost.
+_FLUSH_EVERY = 32
 _PLACEHOLDER = "\ufffc"
 
 Progress = Callable[[int, int], None]  # (done, total)
@@ -52,75 +55,89 @@ def write_prompts(
     """
     opening = opening_of_a_user_turn(tokenizer)
     seen: set[str] = set()
+    # No seed: with one, every request would write the same.
+    request = (opening, Sampling(0.9, max_tokens, top_p=0.95))
     with out.open("w", encoding="utf-8") as lines:
-        for begin in range(0, count, BATCH):
-            number = min(BATCH, count - begin)
-            # No seed: with one, every request of the batch would write the same.
-            sampling = Sampling(0.9, max_tokens, top_p=0.95)
-            for reply in engine.generate([opening] * number, sampling):
-                if len(reply.token_ids) == max_tokens:
-                    continue  # cut off in the middle of a sentence
-                text = tokenizer.decode(reply.token_ids, skip_special_tokens=True)
-                text = text.strip()
-                if len(text) >= 8 and text not in seen:
-                    seen.add(text)
-                    message = {"role": "user", "content": text}
-                    lines.write(json.dumps({"messages": [message]}) + "\n")
-            progress(begin + number, count)
+        replies = engine.stream(repeat(request, count))
+        for done, (_, reply) in enumerate(replies, 1):
+            progress(done, count)
+            if len(reply.token_ids) == max_tokens:
+                continue  # cut off in the middle of a sentence
+            text = tokenizer.decode(reply.token_ids, skip_special_tokens=True).strip()
+            if len(text) >= 8 and text not in seen:
+                seen.add(text)
+                message = {"role": "user", "content": text}
+                lines.write(json.dumps({"messages": [message]}) + "\n")
     return len(seen)
 
 
+@dataclass(frozen=True)
+class Ask:
+    """A prompt to be answered: its ids, how to sample, and the label of its row."""
+
+    ids: tuple[int, ...]
+    sampling: Sampling
+    kind: str = "chat"
+
+
 def write_replies(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    kind: str,
-    out: Path,
-    progress: Progress,
+    engine: Engine, asks: Sequence[Ask], out: Path, progress: Progress
 ) -> int:
     """Answer every prompt and append one row each to `out`; return the reply tokens.
 
-    Rows are in the order of the prompts, so a run that was stopped goes on where it
-    left off: whole rows are kept, a torn last line is dropped.
+    Rows come in the order in which replies end. A run that was stopped goes on where
+    it left off: prompts that have a row are not asked again, a torn last line is
+    dropped.
 
     Raises:
         ValueError: `out` holds rows of other prompts.
     """
-    done = _keep_whole_rows(out, prompts)
-    written = 0
+    left = _unanswered(out, asks)
+    written, before = 0, len(asks) - len(left)
     with out.open("a", encoding="utf-8") as lines:
-        for begin in range(done, len(prompts), BATCH):
-            batch = prompts[begin : begin + BATCH]
-            for ids, reply in zip(batch, engine.generate(batch, sampling), strict=True):
-                span = [len(ids), len(ids) + len(reply.token_ids), sampling.temperature]
-                row = {
-                    "kind": kind,
-                    "ids": [*ids, *reply.token_ids],
-                    "spans": [span] if reply.token_ids else [],
-                }
-                lines.write(json.dumps(row) + "\n")
-                written += len(reply.token_ids)
-            lines.flush()
-            progress(begin + len(batch), len(prompts))
+        replies = engine.stream((ask.ids, ask.sampling) for ask in left)
+        for done, (number, reply) in enumerate(replies, 1):
+            lines.write(json.dumps(_row(left[number], reply)) + "\n")
+            written += len(reply.token_ids)
+            if done % _FLUSH_EVERY == 0:
+                lines.flush()
+            progress(before + done, len(asks))
     return written
 
 
-def _keep_whole_rows(out: Path, prompts: Sequence[Sequence[int]]) -> int:
-    """Drop a torn last line of `out`; return how many prompts it has answered."""
+def _row(ask: Ask, reply: Generation) -> dict[str, Any]:
+    start, end = len(ask.ids), len(ask.ids) + len(reply.token_ids)
+    return {
+        "kind": ask.kind,
+        "ids": [*ask.ids, *reply.token_ids],
+        "spans": [[start, end, ask.sampling.temperature]] if end > start else [],
+    }
+
+
+def _unanswered(out: Path, asks: Sequence[Ask]) -> list[Ask]:
+    """Drop a torn last line of `out`; return the asks that have no row in it."""
     if not out.is_file():
-        return 0
+        return list(asks)
     text = out.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
-    lines = whole.splitlines()
-    for number, line in enumerate(lines):
-        ids = json.loads(line)["ids"]
-        if number >= len(prompts) or ids[: len(prompts[number])] != list(
-            prompts[number]
-        ):
-            raise ValueError(
-                f"{out}:{number + 1}: a row of other prompts; choose another file, "
-                "or delete it to start over"
-            )
+    # A prompt may be asked more than once, so its rows are counted.
+    answered = Counter(_prompt_of(json.loads(line)) for line in whole.splitlines())
+    left = []
+    for ask in asks:
+        if answered[ask.ids]:
+            answered[ask.ids] -= 1
+        else:
+            left.append(ask)
+    if others := answered.total():
+        raise ValueError(
+            f"{out}: {others} rows are of other prompts; choose another file, "
+            "or delete it to start over"
+        )
     if len(whole) < len(text):
         out.write_text(whole, encoding="utf-8")
-    return len(lines)
+    return left
+
+
+def _prompt_of(row: dict[str, Any]) -> tuple[int, ...]:
+    spans = row["spans"]
+    return tuple(row["ids"][: spans[0][0]] if spans else row["ids"])
