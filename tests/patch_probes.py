@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -131,6 +132,22 @@ def _verify(
     return sampler(metadata, draft_probs, logits, sampling).sampled_token_ids
 
 
+def parameters() -> str:
+    """An engine that samples row by row may have min-p, logit bias and the user's."""
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import build_logitsprocs
+
+    spec = SimpleNamespace(verifies_by_sampling=True)
+    SamplingParams(min_p=0.5, logit_bias={1: 2.0})._validate_spec_decode(spec)
+    config = SimpleNamespace(
+        speculative_config=spec, scheduler_config=SimpleNamespace(max_num_seqs=4)
+    )
+    built = build_logitsprocs(config, torch.device("cpu"), False, False, ())
+    names = {type(processor).__name__ for processor in built.all}
+    wanted = {"MinPLogitsProcessor", "LogitBiasLogitsProcessor"}
+    return "ok" if wanted <= names else f"loaded only {sorted(names)}"
+
+
 def seeded_chunks(engine: EnginePool) -> str:
     """A seeded request's text does not depend on how its prompt was chunked."""
     from vllm import SamplingParams
@@ -177,6 +194,7 @@ def main(models: str, *flags: str) -> None:
     probes: dict[str, Callable[[], str]] = {
         "cpu-expand-batch-to-tokens": expansion,
         "cpu-padded-drafts": padding,
+        "sampling-parameters": parameters,
         "sampled-law": lambda: sampled_law(engine),
         # The last one: on stock vLLM it leaves a dead engine behind.
         "cpu-seeded-chunked-prefill": lambda: seeded_chunks(engine),

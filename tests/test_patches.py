@@ -18,7 +18,7 @@ from vllm_eagle3.integration.patches import PATCHES
 
 REPOSITORY = Path(__file__).parents[1]
 DIFFS = REPOSITORY / "patches" / "vllm-0.32.0"
-CPU_NAMES = [patch.name for patch in PATCHES]
+NAMES = [patch.name for patch in PATCHES]
 
 on_cpu = pytest.mark.skipif(
     not PATCHES[0].concerns(), reason="these defects are of vLLM's CPU kernels"
@@ -96,21 +96,21 @@ def _patch(overlay: Path, diff: Path) -> None:
 
 @on_cpu
 @pytest.mark.engine
-@pytest.mark.parametrize("name", CPU_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_stock_vllm_has_the_defect(stock, name):
     assert stock[name] != "ok"
 
 
 @on_cpu
 @pytest.mark.engine
-@pytest.mark.parametrize("name", CPU_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_run_time_patch_cures_it(patched, name):
     assert patched[name] == "ok"
 
 
 @on_cpu
 @pytest.mark.engine
-@pytest.mark.parametrize("name", CPU_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_diff_cures_it(with_diffs, name):
     assert with_diffs[name] == "ok"
 
@@ -126,7 +126,7 @@ def test_every_patch_has_its_diff_and_the_reverse():
     assert {patch.diff for patch in PATCHES} == {p.name for p in DIFFS.glob("*.patch")}
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=CPU_NAMES)
+@pytest.mark.parametrize("patch", PATCHES, ids=NAMES)
 def test_diff_says_where_it_comes_from_and_when_it_goes(patch):
     header = (DIFFS / patch.diff).read_text().partition("\n--- a/")[0]
     for field in ("Subject:", "Reason:", "Remove:", "Test:"):
@@ -139,7 +139,7 @@ def test_patches_apply_once_and_for_good():
     first, second = patches.apply_all(), patches.apply_all()
     assert first == second
     assert [(status.name, status.active) for status in first] == [
-        (name, True) for name in CPU_NAMES
+        (name, True) for name in NAMES
     ]
 
 

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from ..config import KEY, MAX_FALLBACK_CHAIN, read_options
 from ..drafter import TreeShape
-from . import head_fit
+from . import head_fit, lifted
 from .tree_support import why_no_trees
 
 logger = logging.getLogger("vllm.vllm_eagle3")
@@ -97,6 +97,9 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
             _prepare_for_trees(vllm_config, shape)
     if shape is not None:
         spec.num_speculative_tokens = shape.num_nodes
+    has_trees = shape is not None and shape.top_k > 1
+    # Sampled drafts of a chain are judged by vLLM's rejection sampler.
+    lifted.mark(spec, has_trees or spec.draft_sample_method == "greedy")
     worker = vllm_config.parallel_config.worker_cls
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
     logger.info(

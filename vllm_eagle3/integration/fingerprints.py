@@ -84,7 +84,8 @@ def _problem(known: str | None, found: str | None) -> str | None:
 def fingerprint(function: str, root: Path) -> str | None:
     """Hash of one function's syntax tree, or None where it does not exist."""
     module, _, qualname = function.partition(":")
-    path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    folder = root.joinpath(*module.split(".")[1:])
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     if not path.is_file():
         return None
     node: ast.AST = _parse(path, path.stat().st_mtime_ns)

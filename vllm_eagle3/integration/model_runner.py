@@ -141,7 +141,11 @@ class Eagle3Runner(GPUModelRunner):
         spec_decode_metadata: SpecDecodeMetadata | None,
     ) -> SamplerOutput:
         self._verdict = None
-        if logits is None or spec_decode_metadata is None or self._judges_by_ratio():
+        walks = spec_decode_metadata is None or not self._judges_by_ratio()
+        if (thinking := self.input_batch.thinking_budget_state_holder) is not None:
+            # The walk samples one row a request, as without speculation.
+            thinking.in_spec_mode = not walks
+        if logits is None or spec_decode_metadata is None or not walks:
             return super()._sample(logits, spec_decode_metadata)
         trees = {r: torch.from_numpy(tree) for r, tree in self.trees.items()}
         drafts = read_drafts(spec_decode_metadata, trees, logits.shape[0])
@@ -151,7 +155,11 @@ class Eagle3Runner(GPUModelRunner):
             verdict = match_by_argmax(logits, drafts)
         else:
             verdict, logprobs = match_by_sampling(
-                logits, drafts, self.sampler, sampling, self._max_emitted()
+                logits,
+                drafts,
+                self.sampler,
+                sampling,
+                self.input_batch.req_output_token_ids,
             )
         self._verdict = verdict
         self._commit(verdict)
@@ -160,16 +168,6 @@ class Eagle3Runner(GPUModelRunner):
     def _judges_by_ratio(self) -> bool:
         """Drafts that were sampled are vLLM's own chains, with their probabilities."""
         return self._draft_probs is not None
-
-    def _max_emitted(self) -> torch.Tensor:
-        """Tokens a request may emit before a processor's state changes."""
-        limits = []
-        for req_id in self.input_batch.req_ids:
-            state = self.requests[req_id]
-            params, done = state.sampling_params, len(state.output_token_ids)
-            missing = 0 if params is None else params.min_tokens - done
-            limits.append(missing if missing > 0 else self.max_model_len)
-        return torch.tensor(limits, device=self.device)
 
     def _commit(self, verdict: Verdict) -> None:
         attention = self.tree_attention

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_eagle3.integration import cpu_fixes
+from vllm_eagle3.integration import cpu_fixes, lifted
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,22 @@ PATCHES: tuple[Patch, ...] = (
         concerns=cpu_fixes.runs_on_cpu,
         applies=cpu_fixes.padding_broken,
         apply=cpu_fixes.fix_padding,
+    ),
+    Patch(
+        name="sampling-parameters",
+        upstream="vllm-project/vllm#42744",
+        reason="min_p, logit_bias and custom logits processors are refused beside "
+        "speculation, also where a verifier samples with all of them",
+        removal="a release that loads all processors beside speculation",
+        diff="0004-sampling-parameters.patch",
+        functions=(
+            "vllm.sampling_params:SamplingParams._validate_spec_decode",
+            "vllm.v1.sample.logits_processor:build_logitsprocs",
+        ),
+        for_baselines=False,
+        concerns=lifted.always,
+        applies=lifted.refused,
+        apply=lifted.lift,
     ),
 )
 

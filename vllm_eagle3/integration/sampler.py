@@ -3,17 +3,24 @@
 Batches that are greedy and unprocessed take one argmax over all rows. Everything else
 walks the trees level by level with vLLM's own Sampler on one row a request, in batch
 order, so that every processor and random generator sees what it would see in a run
-without speculation: one row a request, the true history, one draw an emitted token.
+without speculation: one row a request, the true history, one draw an emitted token,
+and `update_state` between two tokens. That is why min-p, logit bias, and processors of
+the user's are right here, which vLLM refuses beside its own rejection sampler.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
@@ -71,16 +78,25 @@ def takes_plain_argmax(sampling: SamplingMetadata) -> bool:
         and not sampling.logprob_token_ids
         and sampling.allowed_token_ids_mask is None
         and not sampling.bad_words_token_ids
-        and not _active(sampling.logitsprocs.non_argmax_invariant)
-        and sampling.thinking_budget_state_holder is None
+        and not any(map(_active, sampling.logitsprocs.non_argmax_invariant))
+        and not _limits_thinking(sampling)
     )
 
 
-def _active(processors: list[Any]) -> bool:
-    """Whether a processor may change a row; min-tokens says for whom it is on."""
-    return any(
-        not isinstance(p, MinTokensLogitsProcessor) or p.min_toks for p in processors
-    )
+def _active(processor: Any) -> bool:
+    """Whether a processor may change a row; vLLM's own say for whom they are on."""
+    match processor:
+        case MinTokensLogitsProcessor():
+            return bool(processor.min_toks)
+        case LogitBiasLogitsProcessor():
+            return bool(processor.biases)
+        case _:
+            return True
+
+
+def _limits_thinking(sampling: SamplingMetadata) -> bool:
+    holder = sampling.thinking_budget_state_holder
+    return holder is not None and holder.has_tracked_requests()
 
 
 def match_by_argmax(logits: torch.Tensor, drafts: Drafts) -> Verdict:
@@ -94,13 +110,13 @@ def match_by_sampling(
     drafts: Drafts,
     sampler: Any,
     sampling: SamplingMetadata,
-    max_emitted: torch.Tensor,
+    histories: list[list[int]],
 ) -> tuple[Verdict, LogprobsTensors | None]:
     """Walk every tree with the target's own samples.
 
     Args:
-        max_emitted: [num_reqs], tokens after which a request's state changes in a way
-            that only the next step sees; its walk ends there.
+        histories: each request's tokens so far; the very lists that processors hold.
+            They grow along the walk and are cut back at its end.
 
     Returns:
         The verdict, and log-probabilities as [num_reqs * width] rows if asked for.
@@ -113,42 +129,61 @@ def match_by_sampling(
     emitted: list[torch.Tensor] = []
     accepted: list[torch.Tensor] = []
     logprobs: list[LogprobsTensors] = []
-    for depth in range(width + 1):
-        output = sampler(
-            logits=logits[drafts.rows[reqs, here + 1]],
-            sampling_metadata=_at_depth(sampling, emitted, alive),
-        )
-        token = output.sampled_token_ids[:, 0].long()
-        emitted.append(torch.where(alive, token, PADDING))
-        if output.logprobs_tensors is not None:
-            logprobs.append(output.logprobs_tensors)
-        child = in_use & (drafts.parents == here[:, None])
-        child &= drafts.token_ids == token[:, None]
-        alive = alive & child.any(1) & (depth + 1 < max_emitted)
-        if not bool(alive.any()):
-            break
-        here = torch.where(alive, child.int().argmax(1), here)
-        accepted.append(torch.where(alive, here, PADDING))
+    with _growing(histories[:num_reqs]) as grow:
+        for _ in range(width + 1):
+            output = sampler(
+                logits=logits[drafts.rows[reqs, here + 1]],
+                sampling_metadata=_for_the_living(sampling, alive),
+            )
+            token = output.sampled_token_ids[:, 0].long()
+            emitted.append(torch.where(alive, token, PADDING))
+            if output.logprobs_tensors is not None:
+                logprobs.append(output.logprobs_tensors)
+            child = in_use & (drafts.parents == here[:, None])
+            child &= drafts.token_ids == token[:, None]
+            alive = alive & child.any(1)
+            if not bool(alive.any()):
+                break
+            here = torch.where(alive, child.int().argmax(1), here)
+            accepted.append(torch.where(alive, here, PADDING))
+            grow(token, alive)
+            for processor in sampling.logitsprocs.all:
+                processor.update_state(None)
     empty = drafts.token_ids.new_empty(num_reqs, 0)
     nodes = torch.stack(accepted, 1) if accepted else empty
     return Verdict(torch.stack(emitted, 1), nodes), _join(logprobs)
 
 
-def _at_depth(
-    sampling: SamplingMetadata, emitted: list[torch.Tensor], alive: torch.Tensor
+@contextmanager
+def _growing(
+    histories: list[list[int]],
+) -> Iterator[Callable[[torch.Tensor, torch.Tensor], None]]:
+    """Give a function that appends the tokens of living requests; undo it at the end.
+
+    A request that has stopped keeps the history of its last draw: its row is still
+    sampled from, and what a processor makes of it must stay the same.
+    """
+    lengths = [len(history) for history in histories]
+
+    def grow(token_ids: torch.Tensor, alive: torch.Tensor) -> None:
+        for row in alive.nonzero()[:, 0].tolist():
+            histories[row].append(int(token_ids[row]))
+
+    try:
+        yield grow
+    finally:
+        for history, length in zip(histories, lengths, strict=True):
+            del history[length:]
+
+
+def _for_the_living(
+    sampling: SamplingMetadata, alive: torch.Tensor
 ) -> SamplingMetadata:
-    """The same parameters, with each request's history up to the current node."""
+    """The same parameters; a request that has stopped must not use its generator."""
     living = alive.tolist()
-    # A request that has stopped must not use up its generator.
     generators = {r: g for r, g in sampling.generators.items() if living[r]}
-    histories = sampling.output_token_ids
-    if emitted and histories:
-        paths = torch.stack(emitted, 1).tolist()
-        histories = [
-            [*history, *(token for token in path if token != PADDING)]
-            for history, path in zip(histories, paths, strict=True)
-        ]
-    return replace(sampling, generators=generators, output_token_ids=histories)
+    # Drafts are no part of a history here, and rows are one a request.
+    return replace(sampling, generators=generators, spec_token_ids=None)
 
 
 def _join(levels: list[LogprobsTensors]) -> LogprobsTensors | None:
