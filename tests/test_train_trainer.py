@@ -12,7 +12,7 @@ import torch
 
 from tests.models import random_llama
 from vllm_eagle3.head_io import read_head
-from vllm_eagle3.train.command import run_train
+from vllm_eagle3.train.train_command import run_train
 from vllm_eagle3.train.trainer import TrainConfig, Trainer
 
 Models = Callable[[str], Path]
@@ -41,7 +41,7 @@ def config(models: Models, rows: Path, out: Path, **changes: Any) -> TrainConfig
         "rows": [str(rows)],
         "out": str(out),
         "draft_vocab_size": 256,
-        "tap_ids": (1, 3, 5),
+        "taps": (1, 3, 5),
         "num_steps": 3,
         "epochs": 6.0,
         "learning_rate": 3e-3,
@@ -99,7 +99,7 @@ def test_checkpoint_of_another_configuration_is_refused(
     with pytest.raises(KeyboardInterrupt):
         Trainer(config(models, rows, tmp_path), stop_after(12)).train()
     other = Trainer(config(models, rows, tmp_path, learning_rate=1e-3), lambda _: None)
-    with pytest.raises(ValueError, match="another configuration"):
+    with pytest.raises(ValueError, match=r"learning_rate was 0\.003, is 0\.001"):
         other.train()
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from vllm_eagle3.draft_head import DraftHeadConfig, Eagle3DraftHead
-from vllm_eagle3.train.ttt import unroll, valid_starts
+from vllm_eagle3.train.packing import Packing
+from vllm_eagle3.train.ttt import unroll
 
 TOKENS, STEPS, HIDDEN = 12, 4, 16
 
@@ -38,6 +39,14 @@ def inputs(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     span_ids[1, 2:5] = 1
     span_ids[1, 7:12] = 2
     return taps, embeds, span_ids
+
+
+def valid_starts(span_ids: torch.Tensor, k: int) -> list[tuple[int, int]]:
+    """(row, i) of the starts where step `k` is valid."""
+    packing = Packing(span_ids)
+    starts = packing.starts[packing.room > k]
+    rows, tokens = packing.row[starts], packing.token[starts]
+    return list(zip(rows.tolist(), tokens.tolist(), strict=True))
 
 
 def serial_draft(
@@ -95,8 +104,8 @@ def test_every_step_equals_serial_drafting_in_value_and_gradient(
     ours_grads = torch.autograd.grad(ours, list(head.parameters()), allow_unused=True)
     theirs = torch.zeros((), dtype=torch.double)
     for k in range(STEPS):
-        for row, start in zip(*valid_starts(span_ids, k), strict=True):
-            hidden = serial_draft(head, taps[row], embeds[row], int(start))[k]
+        for row, start in valid_starts(span_ids, k):
+            hidden = serial_draft(head, taps[row], embeds[row], start)[k]
             theirs = theirs + 0.8**k * (hidden @ weight)
     grads = torch.autograd.grad(theirs, list(head.parameters()), allow_unused=True)
     for got, want in zip(ours_grads, grads, strict=True):
@@ -107,11 +116,9 @@ def test_every_step_equals_serial_drafting_in_value_and_gradient(
 def test_only_drafts_that_start_and_end_in_one_reply_are_valid() -> None:
     # One row: prompt at 0..2, reply at 3..8, prompt at 9, reply at 10..11.
     span_ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 2, 2]])
-    _, starts = valid_starts(span_ids, 0)
     # i = 2 drafts after the first reply token x_3 and predicts x_4.
-    assert starts.tolist() == [2, 3, 4, 5, 6, 9]
-    _, starts = valid_starts(span_ids, 2)
-    assert starts.tolist() == [2, 3, 4]
+    assert valid_starts(span_ids, 0) == [(0, i) for i in (2, 3, 4, 5, 6, 9)]
+    assert valid_starts(span_ids, 2) == [(0, i) for i in (2, 3, 4)]
 
 
 def test_padding_changes_nothing() -> None:

@@ -215,8 +215,15 @@ def data_regen(
 @app.command()
 def train(
     config: Annotated[Path, typer.Option("--config", "-c", help="YAML of the run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, as in loss.eta=3.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Show rows, bytes, time; then stop."),
+    ] = False,
 ) -> None:
     """Train a head; resumes if the run has been stopped."""
-    from vllm_eagle3.train import command
+    from vllm_eagle3.train.train_command import run_train
 
-    command.run_train(config, Console())
+    run_train(config, Console(), overrides or [], dry_run)

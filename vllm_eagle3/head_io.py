@@ -141,8 +141,9 @@ def write_head(
     layout: str = "safeailab",
     target_config: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
+    embed_tokens: torch.Tensor | None = None,
 ) -> None:
-    """Write a head's folder, all of it or nothing; it never holds an embedding.
+    """Write a head's folder, all of it or nothing.
 
     Args:
         head_dir: created, or replaced if it holds a head.
@@ -151,6 +152,8 @@ def write_head(
         layout: "safeailab", "specforge" or "speculators".
         target_config: the target's config.json, to check sizes and name it.
         extra: provenance (how the head was made), kept in config.json.
+        embed_tokens: the head's own embedding, [vocab, hidden], where its width is
+            not the target's; otherwise the target's is shared and none is stored.
 
     Raises:
         ValueError: vocabulary, target or layout do not belong to the head.
@@ -167,6 +170,8 @@ def write_head(
         _require_target(config, text_config(target_config))
     weights = head.state_dict()
     tensors = {stored_name(name, chosen): w for name, w in weights.items()}
+    if embed_tokens is not None:
+        tensors["embed_tokens.weight"] = embed_tokens
     if not vocab.is_full:
         tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
     dtype = str(weights["fc.weight"].dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The commands `data` and `train`: check the arguments, run, show progress."""
+"""The commands `data`: check the arguments, run, show progress."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
 from .. import embedded
 from ..engine import Engine, EngineSpec, Sampling
 from ..prompts import first_turn_ids, read_prompt_files
-from ..validation import explain
 from .regen import Ask, write_prompts, write_replies
 
 StartEngine = Callable[[EngineSpec], Engine]
@@ -87,41 +84,8 @@ def read_temperatures(text: str) -> list[float]:
     return temperatures
 
 
-def run_train(config: Path, console: Console) -> None:
-    """Train as `config` says; progress goes to the console and to out/log.jsonl."""
-    from .trainer import TrainConfig, Trainer
-
-    if not config.is_file():
-        raise ValueError(f"config: no file {config}")
-    try:
-        settings = TrainConfig.model_validate(yaml.safe_load(config.read_text()) or {})
-    except ValidationError as error:
-        raise ValueError(f"{config}: {explain(error, TrainConfig)}") from error
-    settings = settings.model_copy(
-        update={"target": str(embedded.resolve_target(settings.target))}
-    )
-    predicted = Trainer(settings, lambda record: console.print(_line(record))).train()
-    console.print(
-        f"{settings.out}/head: acceptance length "
-        f"{predicted.acceptance_length:.3f} predicted on held-out rows"
-    )
-
-
 def _target_and_tokenizer(target: str) -> tuple[Path, Any]:
     from transformers import AutoTokenizer
 
     target_dir = embedded.resolve_target(target)
     return target_dir, AutoTokenizer.from_pretrained(str(target_dir))
-
-
-def _line(record: dict[str, Any]) -> str:
-    parts = [f"{key} {_short(value)}" for key, value in record.items()]
-    return "  ".join(parts)
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, (list, tuple)):
-        return "/".join(str(_short(item)) for item in value)
-    return value

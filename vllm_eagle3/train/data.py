@@ -12,11 +12,12 @@ with spans as [start, end, temperature], end exclusive.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,11 +25,15 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """One conversation: ids [length] and the spans [start, end) of the replies."""
+    """One conversation: ids [length] and the spans [start, end) of the replies.
+
+    `where` is its file and line, for messages.
+    """
 
     kind: str
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int, float], ...]
+    where: str = field(default="", compare=False)
 
     @property
     def num_reply_tokens(self) -> int:
@@ -89,7 +94,23 @@ def _parse_row(line: str, where: str) -> Row:
                 f"{where}: span [{start}, {end}) does not lie inside the "
                 f"{len(ids)} ids, after at least one prompt token"
             )
-    return Row(str(record.get("kind", "")), ids, spans)
+    return Row(str(record.get("kind", "")), ids, spans, where)
+
+
+def require_ids_of_target(rows: Iterable[Row], vocab_size: int) -> None:
+    """Refuse rows that were made with another tokenizer, where the ids show it.
+
+    Raises:
+        ValueError: the first id that the target does not have, and where.
+    """
+    for row in rows:
+        if min(row.ids) < 0 or max(row.ids) >= vocab_size:
+            bad = next(i for i in row.ids if not 0 <= i < vocab_size)
+            raise ValueError(
+                f"rows: {row.where or row.kind}: id {bad}, but the target's "
+                f"vocabulary has {vocab_size}; the rows were made with another "
+                "tokenizer, so let this target write its own (data regen)"
+            )
 
 
 def usable_rows(
@@ -110,6 +131,14 @@ def usable_rows(
             "check the spans, or raise max_length"
         )
     return kept, dict(skipped)
+
+
+def fingerprint(rows: Iterable[Row]) -> str:
+    """What a run's data are: equal for equal ids and spans in equal order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr((row.ids, row.spans)).encode())
+    return digest.hexdigest()[:16]
 
 
 def count_reply_tokens(rows: Iterable[Row], vocab_size: int) -> torch.Tensor:
@@ -149,7 +178,7 @@ def make_batches(
             batches.append([])
         batches[-1].append(row)
     rng.shuffle(batches)
-    return batches
+    return batches if rows else []
 
 
 def collate(rows: Sequence[Row]) -> Batch:

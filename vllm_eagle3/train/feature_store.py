@@ -3,7 +3,7 @@
 A batch whose rows are not all stored goes through the target and becomes one shard:
 
     DIR/manifest.json          what the features depend on (target, taps, format)
-    DIR/000017.safetensors     per row: KEY.taps  [tokens, num_taps * hidden], bf16
+    DIR/ROWS.safetensors       per row: KEY.taps  [tokens, num_taps * hidden], bf16
                                         KEY.last  [supervised, hidden], bf16
                                         KEY.mass  [supervised], fp32: log-sum-exp
                                         KEY.best  [supervised], int64: argmax
@@ -50,10 +50,8 @@ class StoredFeatures:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._check_manifest()
         self._shard_of: dict[str, Path] = {}
-        for shard in sorted(self.directory.glob("*.safetensors")):
-            with safe_open(shard, "pt") as stored:
-                names = stored.keys()
-            self._index(shard, {name.split(".")[0] for name in names})
+        self._seen: set[Path] = set()
+        self._find_shards()
 
     def require_room(self, rows: Sequence[Row]) -> int:
         """Return the bytes still to be written for `rows`.
@@ -74,9 +72,20 @@ class StoredFeatures:
         return needed
 
     def __call__(self, batch: Batch) -> Features:
-        if any(row_key(row) not in self._shard_of for row in batch.rows):
+        if not self._has(batch.rows):
+            self._find_shards()  # another rank may have read them by now
+        if not self._has(batch.rows):
             self._write(batch.rows, self.target.read(batch))
         return self.target.features(batch, self._read(batch))
+
+    def _has(self, rows: Sequence[Row]) -> bool:
+        return all(row_key(row) in self._shard_of for row in rows)
+
+    def _find_shards(self) -> None:
+        for shard in sorted(set(self.directory.glob("*.safetensors")) - self._seen):
+            with safe_open(shard, "pt") as stored:
+                names = stored.keys()
+            self._index(shard, {name.split(".")[0] for name in names})
 
     def _bytes(self, row: Row) -> int:
         width = self.target.lm_head.shape[1]
@@ -95,14 +104,16 @@ class StoredFeatures:
             tensors[f"{key}.mass"] = readings.mass[begin:end]
             tensors[f"{key}.best"] = readings.best[begin:end]
             begin = end
-        number = len(set(self._shard_of.values()))
-        shard = self.directory / f"{number:06d}.safetensors"
-        partial = shard.with_suffix(".partial")
+        # Named by content: several ranks may write into one folder.
+        name = hashlib.sha256("".join(map(row_key, rows)).encode()).hexdigest()[:20]
+        shard = self.directory / f"{name}.safetensors"
+        partial = shard.with_suffix(f".{os.getpid()}.partial")
         save_file({name: t.contiguous() for name, t in tensors.items()}, partial)
         os.replace(partial, shard)
         self._index(shard, {row_key(row) for row in rows})
 
     def _index(self, shard: Path, keys: set[str]) -> None:
+        self._seen.add(shard)
         for key in keys:
             self._shard_of.setdefault(key, shard)
 

@@ -42,6 +42,7 @@ class Features:
     embeds: torch.Tensor  # [rows, tokens, hidden]
     law: torch.Tensor  # [num_supervised, draft_vocab]
     best: torch.Tensor  # [num_supervised]: the target's argmax, a target id
+    last: torch.Tensor  # [num_supervised, hidden]: what its output layer read
     law_row: torch.Tensor  # [rows, tokens] -> row of `law`, -1 elsewhere
 
 
@@ -130,7 +131,12 @@ class TargetFeatures:
         law_row = torch.full(supervised.shape, -1, device=self.device)
         law_row[supervised] = torch.arange(readings.best.numel(), device=self.device)
         return Features(
-            readings.taps, embeds, self._law(readings), readings.best, law_row
+            taps=readings.taps,
+            embeds=embeds,
+            law=self._law(readings),
+            best=readings.best,
+            last=readings.last,
+            law_row=law_row,
         )
 
     @contextmanager

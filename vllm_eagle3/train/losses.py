@@ -1,83 +1,212 @@
 """Draft losses over the draft vocabulary, with the output projection fused in.
 
-Logits are the largest tensor of training (valid positions x draft vocabulary, once per
-step). They are made chunk by chunk and dropped: the gradient of a soft cross-entropy
-with respect to its logits is known in closed form, so it is folded into the gradients
-of the hidden states and of `lm_head` at once.
+Logits are the largest tensor of training (valid positions x draft vocabulary, for
+every step). They are made chunk by chunk and dropped: the gradients of these losses
+with respect to the logits z are known in closed form, so they are folded into the
+gradients of the hidden states and of `lm_head` at once.
+
+With p the target's law restricted to the draft vocabulary (its sum is the *coverage*,
+1 for a full vocabulary), q = softmax(z) and alpha = sum_v min(p, q), the probability
+that a token drafted from q is accepted:
+
+    soft_ce     L = -sum_v p log q                     dL/dz = (sum_v p) q - p
+    lk_hybrid   L = lam * soft_ce + (1 - lam)(1 - alpha),  lam = exp(-eta alpha)
+                d(1 - alpha)/dz = q (sum_{q < p} q - [q < p])
+
+lk_hybrid is arXiv 2602.23881, with lam per position and not differentiated. Mass
+outside the draft vocabulary cannot be drafted: it counts as refused, so 1 - alpha is
+the total variation over the whole vocabulary. (Renormalising p instead promises an
+alpha above what serving can reach.)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-CHUNK = 1024  # positions whose logits are alive at one time
+from .config import LossConfig
+
+# Positions whose logits are alive at one time. On a CPU a chunk should stay in the
+# cache between the passes over it; a GPU wants larger products.
+CPU_CHUNK, GPU_CHUNK = 128, 2048
 
 
-class _FusedSoftCrossEntropy(torch.autograd.Function):
+@dataclass(frozen=True)
+class Positions:
+    """What to judge each drafted position by; n positions of all steps together.
+
+    law: [m, draft_vocab], the target's probabilities of m tokens
+    row: [n] -> row of `law`
+    truth: [n], draft id of the target's argmax, -1 outside the draft vocabulary
+    weight: [n], fp32: share of the position in the loss
+    """
+
+    law: torch.Tensor
+    row: torch.Tensor
+    truth: torch.Tensor
+    weight: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Per position, not differentiable: its loss, and whether the target would agree.
+
+    loss: [n], fp32
+    hit: [n], bool: the head's best token is the target's
+    """
+
+    loss: torch.Tensor
+    hit: torch.Tensor
+
+
+def draft_loss(
+    hidden: torch.Tensor,  # [n, hidden], after the head's norm
+    weight: torch.Tensor,  # [draft_vocab, hidden]: lm_head
+    positions: Positions,
+    config: LossConfig,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, Judged]:
+    """Weighted sum of the loss over all positions (EAGLE-3, section 3.2).
+
+    The products are made in `hidden`'s dtype; `weight` may be wider (master weights),
+    and its gradient then is too.
+
+    Args:
+        scale: logit scale of the head.
+
+    Returns:
+        (loss, a scalar in at least fp32; what was seen at each position)
+    """
+    eta = config.eta if config.kind == "lk_hybrid" else None
+    renormalise = config.preset == "reference"
+    # The dtypes are chosen here; autocast would also lower the sums.
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss, each, hit = _FusedLoss.apply(
+            hidden,
+            weight,
+            positions.law,
+            positions.row,
+            positions.truth,
+            positions.weight,
+            eta,
+            renormalise,
+            scale,
+        )
+    return loss, Judged(each, hit)
+
+
+class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,  # [n, hidden]
-        weight: torch.Tensor,  # [draft_vocab, hidden]
-        target: torch.Tensor,  # [m, draft_vocab]
-        rows: torch.Tensor,  # [n] -> row of `target`
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        law: torch.Tensor,
+        row: torch.Tensor,
+        truth: torch.Tensor,
+        share: torch.Tensor,
+        eta: float | None,
+        renormalise: bool,
         scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        narrow_weight = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        for begin in range(0, hidden.shape[0], CHUNK):
-            part = slice(begin, begin + CHUNK)
-            p = target[rows[part]].float()
-            logits = (hidden[part] @ weight.T).float().mul_(scale)
-            best[part] = logits.argmax(-1)
-            log_q = logits.log_softmax(-1)
-            loss += -(p * log_q).sum()
-            # d loss / d logits = mass(p) * q - p
-            grad = log_q.exp_().mul_(p.sum(-1, keepdim=True)).sub_(p).mul_(scale)
+        grad_weight = torch.zeros_like(weight, dtype=wide)
+        each = hidden.new_empty(hidden.shape[0], dtype=wide)
+        hit = torch.empty_like(truth, dtype=torch.bool)
+        chunk = CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
+        for begin in range(0, hidden.shape[0], chunk):
+            part = slice(begin, begin + chunk)
+            p = law[row[part]].to(wide)
+            if renormalise:
+                p /= p.sum(-1, keepdim=True)
+            z = (hidden[part] @ narrow_weight.T).to(wide)
+            if scale != 1.0:
+                z *= scale
+            each[part], hit[part], grad = _judge(z, p, truth[part], eta)
+            grad *= (scale * share[part])[:, None]
             grad = grad.to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
-            grad_weight += (grad.T @ hidden[part]).float()
+            grad_hidden[part] = grad @ narrow_weight
+            grad_weight += grad.T @ hidden[part]
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(best)
-        return loss, best
+        ctx.mark_non_differentiable(each, hit)
+        return (each * share).sum(), each, hit
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
             grad_hidden * grad_loss.to(grad_hidden.dtype),
             grad_weight * grad_loss.to(grad_weight.dtype),
-            None,
-            None,
-            None,
+            *(None,) * 7,
         )
 
 
-def soft_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    rows: torch.Tensor,
-    scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum over positions of -sum_v p(v) log q(v) (EAGLE-3, section 3.2).
+def _judge(
+    z: torch.Tensor,  # [c, draft_vocab], overwritten
+    p: torch.Tensor,  # [c, draft_vocab], overwritten
+    truth: torch.Tensor,  # [c]
+    eta: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss [c], hit [c], gradient with respect to the logits [c, draft_vocab])."""
+    z -= z.amax(-1, keepdim=True)
+    # The best logit is 0 now. (An argmax would cost as much as all the exponentials.)
+    hit = (z.gather(1, truth.clamp(min=0)[:, None])[:, 0] == 0) & (truth >= 0)
+    mass = p.sum(-1)
+    loss = -torch.linalg.vecdot(p, z)
+    q = z.exp_()
+    total = q.sum(-1)
+    loss += mass * total.log()
+    if eta is None:
+        return loss, hit, q.mul_((mass / total)[:, None]).sub_(p)
+    q /= total[:, None]
+    alpha = torch.minimum(p, q).sum(-1)
+    lam = (-eta * alpha).exp_()
+    below = q * (q < p)
+    # lam (mass q - p) + (1 - lam) (sum(below) q - below)
+    factor = lam * mass + (1 - lam) * below.sum(-1)
+    grad = (q * factor[:, None]).sub_(p.mul_(lam[:, None]))
+    grad -= below.mul_((1 - lam)[:, None])
+    return lam * loss + (1 - lam) * (1 - alpha), hit, grad
 
-    `p` is the target's law on the draft vocabulary WITHOUT renormalising: mass outside
-    cannot be drafted, so such a position simply weighs less.
+
+def feature_loss(
+    features: torch.Tensor,  # [n, hidden]: the head's, after its norm
+    wanted: torch.Tensor,  # [n, hidden]: the target's, after its final norm
+    weight: torch.Tensor,  # [n]
+) -> torch.Tensor:
+    """Smooth L1 between what the two output layers read (EAGLE, section 3.2), weighted.
+
+    EAGLE-3 drops this loss to free the head; kept to measure what that is worth.
+    """
+    loss = F.smooth_l1_loss(features.float(), wanted.float(), reduction="none")
+    return (loss.mean(-1) * weight).sum()
+
+
+def position_weights(
+    truth: torch.Tensor, num_cells: int, factor: float, config: LossConfig
+) -> torch.Tensor:
+    """Share of each position of one step in the loss, [n].
+
+    `coverage`: factor / n, the mean over the valid positions.
+
+    `reference`, as the reference trainer (SafeAILab/EAGLE, cnets.py) has it:
+      - p is renormalised over the draft vocabulary (in `draft_loss`);
+      - positions whose target argmax is outside the draft vocabulary are dropped;
+      - the sum is divided by ALL cells of the padded batch, prompt and padding too, so
+        a batch with short replies learns more slowly.
+    Which positions are valid stays ours: the reference does not shift the loss mask
+    with the tokens, and so never trains the first draft of a reply.
 
     Args:
-        hidden: normed hidden states, [n, hidden].
-        weight: lm_head, [draft_vocab, hidden], in the dtype to multiply in.
-        target: target probabilities, [m, draft_vocab].
-        rows: which row of `target` each position is judged by, [n].
-        scale: logit scale of the head.
-
-    Returns:
-        (loss, fp32 scalar; the head's argmax as draft ids, int64 [n])
+        truth: draft id of the target's argmax, -1 outside the draft vocabulary, [n].
+        num_cells: rows x tokens of the padded batch.
+        factor: weight of the step, 0.8^k.
     """
-    loss, best = _FusedSoftCrossEntropy.apply(hidden, weight, target, rows, scale)
-    return loss, best
+    if config.preset == "reference":
+        return (truth >= 0).float() * (factor / num_cells)
+    return torch.full_like(truth, factor / truth.numel(), dtype=torch.float32)

@@ -8,13 +8,9 @@ Index i stands for the context x_0..x_i. Drafting that starts there runs, at ste
     attends    K^0[0..i], the keys of true features, and K^1[i]..K^k[i], its own steps
     predicts   x_{i+2+k}
 
-                     keys of step 0        own steps
-    step 2, i=3      0  1  2  3            1@3  2@3
-    step 2, i=4      0  1  2  3  4         1@4  2@4
-
-so all indices are trained in parallel for one [T, T] block and k diagonals per step,
-never a [(k+1)T, (k+1)T] matrix. Tokens are the data's (teacher forced), features are
-the head's own, and gradients flow through all steps.
+so all starts are trained in parallel: the first step over all tokens, each later one
+over the starts alone (see `packing` and `draft_attention`). Tokens are the data's
+(teacher forced), features are the head's own, and gradients flow through all steps.
 """
 
 from __future__ import annotations
@@ -25,39 +21,33 @@ from dataclasses import dataclass
 import torch
 
 from ..draft_head import Eagle3DraftHead
+from .draft_attention import KeyValue, draft_attention
+from .packing import Packing
 
 
 class UnrolledAttention:
     """Attention of one unrolled draft; an `Attend` that remembers earlier steps."""
 
-    def __init__(self) -> None:
-        # layer -> (k, v) per step, [rows, kv_heads, tokens, head_dim]
-        self._steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
+        self._base: dict[int, KeyValue] = {}  # layer -> keys and values of step 0
+        self._own: dict[int, list[KeyValue]] = {}
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        steps = self._steps.setdefault(layer, [])
-        steps.append((k, v))
-        rows, heads, tokens, dim = q.shape
-        # Grouped-query attention: query heads of one KV head side by side.
-        grouped = q.view(rows, k.shape[1], heads // k.shape[1], tokens, dim)
-        first_k, first_v = (x[:, :, None] for x in steps[0])
-        scores = grouped @ first_k.transpose(-1, -2)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-        own = [(grouped * kj[:, :, None]).sum(-1, keepdim=True) for kj, _ in steps[1:]]
-        weights = torch.cat([scores, *own], -1).mul(dim**-0.5).softmax(-1).to(v.dtype)
-        out = weights[..., :tokens] @ first_v
-        for j, (_, vj) in enumerate(steps[1:]):
-            out = out + weights[..., tokens + j, None] * vj[:, :, None]
-        return out.view(rows, heads, tokens, dim)
+        if layer not in self._base:
+            self._base[layer], self._own[layer] = (k[0], v[0]), []
+            runs = self.packing.documents
+        else:
+            self._own[layer].append((k[0], v[0]))
+            runs = self.packing.replies
+        return draft_attention(q[0], self._base[layer], self._own[layer], runs)[None]
 
 
 @dataclass(frozen=True)
 class DraftStep:
-    """Step `k` of the unroll at its valid starts.
+    """Step `k` of the unroll at the starts where it is valid.
 
     hidden: [num_valid, hidden]; row, start: [num_valid], the (row, i) of each entry;
     the step predicts the token at index `start + 2 + k`.
@@ -74,38 +64,35 @@ class DraftStep:
         return self.start + 2 + self.k
 
 
-def valid_starts(span_ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row, i) of the starts whose step `k` serving can really reach.
-
-    x_{i+1} must be the target's own token (a draft starts after one), and x_{i+2+k}
-    must be in the same reply.
-
-    Args:
-        span_ids: [rows, tokens], 0 where the target did not write.
-    """
-    first, last = span_ids[:, 1 : -1 - k], span_ids[:, 2 + k :]
-    row, start = ((first == last) & (first > 0)).nonzero(as_tuple=True)
-    return row, start
-
-
 def unroll(
     head: Eagle3DraftHead,
     taps: torch.Tensor,  # [rows, tokens, num_taps * target_hidden]
     embeds: torch.Tensor,  # [rows, tokens, hidden]: embedding of the ids
-    span_ids: torch.Tensor,  # [rows, tokens]
+    span_ids: torch.Tensor,  # [rows, tokens], 0 where the target did not write
     num_steps: int,
 ) -> Iterator[DraftStep]:
-    """Run `num_steps` draft steps from every index at once; yield each in turn."""
-    tokens = span_ids.shape[1]
-    positions = torch.arange(tokens, device=taps.device)
-    attend = UnrolledAttention()
-    features = head.fuse(taps)
-    for k in range(min(num_steps, tokens - 2)):
-        # Embedding of x_{i+1+k} at index i; what wraps round is never valid.
-        ahead = embeds.roll(-1 - k, dims=1)
-        hidden = head(ahead, features, positions + k, attend)
-        row, start = valid_starts(span_ids, k)
-        if row.numel() == 0:
-            return
-        yield DraftStep(k, hidden[row, start], row, start)
-        features = head.feedback(hidden)
+    """Run `num_steps` draft steps from every start at once; yield each in turn.
+
+    A start i is valid at step k if x_{i+1} is the target's own token (a draft starts
+    after one) and x_{i+2+k} is in the same reply: those that serving can reach.
+    """
+    packing = Packing(span_ids)
+    starts = packing.starts
+    if starts.numel() == 0:
+        return
+    attend = UnrolledAttention(packing)
+    embeds = embeds[packing.row, packing.token]
+    # Step 0 runs everywhere, for its keys. What follows a document's last token is
+    # another's, but no start sees the key made there.
+    following = embeds.roll(-1, dims=0)[None]
+    features = head.fuse(taps[packing.row, packing.token])[None]
+    hidden = head(following, features, packing.token, attend)[0, starts]
+    row, start = packing.row[starts], packing.token[starts]
+    for k in range(min(num_steps, int(packing.room.max()))):
+        if k > 0:
+            # Past the end of a reply the step is not valid, whatever it reads.
+            ahead = (starts + 1 + k).clamp(max=embeds.shape[0] - 1)
+            features = head.feedback(hidden)[None]
+            hidden = head(embeds[None, ahead], features, start + k, attend)[0]
+        valid = packing.room > k
+        yield DraftStep(k, hidden[valid], row[valid], start[valid])
