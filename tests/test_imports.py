@@ -19,8 +19,9 @@ ROOT = Path(vllm_eagle3.__file__).parent
 TIERS = (
     ("vocab", "taps", "tree", "kernels"),
     ("draft_head", "head_", "tree_attention", "verify", "kv_cache", "acceptance"),
-    ("rejection", "drafter", "budget", "config"),
-    ("sampled_drafter",),
+    ("rejection", "drafter", "config", "step_cost", "acceptance_model"),
+    ("sampled_drafter", "budget"),
+    ("simulate",),
     ("plain", "decode"),
 )
 # Part of the package -> parts it must not know.

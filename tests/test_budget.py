@@ -1,0 +1,198 @@
+"""The budget chooses what makes tokens come fastest, and drafts nothing otherwise."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+
+import numpy as np
+import pytest
+
+from vllm_eagle3.budget import BudgetLimits, DraftBudget, DraftPlan, ScoredDrafts
+from vllm_eagle3.drafter import TreeShape
+from vllm_eagle3.step_cost import StepWork
+
+CHAINS = BudgetLimits(TreeShape.chain(5))
+TREES = BudgetLimits(TreeShape.chain(5), TreeShape(16, 4, 6))
+
+
+def seconds_of(work: StepWork, row_ms: float) -> float:
+    head = 1.5 * work.head_passes + 1.2 * work.levels
+    return (20 + row_ms * work.rows + head) / 1000
+
+
+def taught(row_ms: float, limits: BudgetLimits = CHAINS) -> DraftBudget:
+    """A budget that knows a machine on which each row costs `row_ms`."""
+    budget = DraftBudget(limits)
+    for _ in range(60):
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128):
+            work = StepWork(rows)
+            budget.observe_step(work, seconds_of(work, row_ms))
+        for levels in (0, 2, 4):
+            work = StepWork(8, 0, 1, levels, 8)
+            budget.observe_step(work, seconds_of(work, row_ms))
+    return budget
+
+
+def drafts(*confidences: list[float], depths: list[int] | None = None) -> ScoredDrafts:
+    """One request for each list, a chain unless depths are given."""
+    width = max(map(len, confidences))
+    scores = np.full((len(confidences), width), -np.inf)
+    for row, values in enumerate(confidences):
+        scores[row, : len(values)] = np.log(values)
+    levels = np.tile(depths or np.arange(1, width + 1), (len(confidences), 1))
+    return ScoredDrafts(
+        [str(row) for row in range(len(confidences))],
+        scores,
+        levels,
+        np.full(len(confidences), width),
+        1 if depths is None else 4,
+    )
+
+
+def test_the_chosen_nodes_are_the_best_of_all_choices() -> None:
+    budget = taught(row_ms=3.0)
+    batch = drafts([0.9, 0.6, 0.3, 0.1], [0.5, 0.2, 0.1], [0.97, 0.9, 0.85, 0.8])
+    chosen = budget.choose(batch, context=0)
+    expected = budget._expected(batch)
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        gain = sum(expected[row, :n].sum() for row, n in enumerate(lengths))
+        seconds = budget._seconds(3 + sum(lengths), 3, 0, budget._plan)
+        return (3 + gain) / float(seconds)
+
+    best = max(product(range(5), range(4), range(5)), key=rate)
+    assert tuple(chosen.sum(1)) == best
+    assert best[2] == 4 and best[1] < 3
+
+
+def test_nodes_go_to_the_requests_where_they_pay() -> None:
+    chosen = taught(row_ms=4.0).choose(drafts([0.95, 0.9, 0.85], [0.2, 0.1, 0.05]), 0)
+    assert chosen.tolist() == [[True] * 3, [False] * 3]
+
+
+def test_cheap_rows_verify_everything_and_dear_rows_nothing() -> None:
+    batch = drafts([0.6, 0.3, 0.2], [0.5, 0.3, 0.1])
+    assert taught(row_ms=0.01).choose(batch, 0).all()
+    assert not taught(row_ms=40.0).choose(batch, 0).any()
+
+
+def test_chosen_nodes_of_trees_bring_their_parents() -> None:
+    budget = taught(row_ms=1.5, limits=TREES)
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        parents = [int(rng.integers(-1, node)) for node in range(12)]
+        depths, scores = [0] * 12, [0.0] * 12
+        for node, parent in enumerate(parents):
+            depths[node] = 1 + (depths[parent] if parent >= 0 else 0)
+            above = scores[parent] if parent >= 0 else 0.0
+            scores[node] = above + np.log(rng.choice([1.0, 0.9, 0.5, 0.1]))
+        batch = ScoredDrafts(
+            ["0"], np.array([scores]), np.array([depths]), np.array([12]), 4
+        )
+        chosen = budget.choose(batch, 0)[0]
+        for node, parent in enumerate(parents):
+            assert not chosen[node] or parent < 0 or chosen[parent]
+
+
+def test_a_request_s_own_limit_holds() -> None:
+    batch = drafts([0.9, 0.8, 0.7], [0.9, 0.8, 0.7], [0.9, 0.8, 0.7])
+    batch.max_nodes[:] = [0, 2, 3]
+    for budget in (taught(row_ms=0.01), DraftBudget(CHAINS)):
+        assert budget.choose(batch, 0).sum(1).tolist() == [0, 2, 3]
+
+
+def run(
+    budget: DraftBudget, row_ms: float, num_reqs: int, steps: int, confidence: float
+) -> list[DraftPlan]:
+    """Steps on a machine where each row costs `row_ms`; drafts are as confident."""
+    plans, pending, rng = [], 0, np.random.default_rng(0)
+    for _ in range(steps):
+        accepted = 0
+        if pending:
+            values = [confidence**depth for depth in range(1, pending + 1)]
+            batch = drafts(*[values] * num_reqs)
+            chosen = budget.choose(batch, 0)
+            for row, mask in enumerate(chosen):
+                hits = np.zeros(mask.sum(), dtype=bool)
+                # As many accepted in the mean as the head is confident of.
+                hits[: int(rng.geometric(1 - confidence)) - 1] = True
+                budget.observe_verdict(str(row), batch.scores[row][mask], hits)
+            accepted = int(chosen.sum())
+        plan = budget.plan(num_reqs, 0)
+        pending = plan.shape.depth if plan.shape else 0
+        levels = max(pending - 1, 0)
+        work = StepWork(num_reqs + accepted, 0, int(pending > 0), levels, 0)
+        budget.observe_step(work, seconds_of(work, row_ms))
+        plans.append(plan)
+    return plans
+
+
+def test_drafting_stays_on_where_it_pays_and_off_where_not() -> None:
+    pays = run(DraftBudget(CHAINS), 0.1, 1, 200, confidence=0.7)
+    assert sum(plan.shape is not None for plan in pays[40:]) > 150
+    costs = run(DraftBudget(CHAINS), 8.0, 16, 200, confidence=0.5)
+    assert sum(plan.shape is not None for plan in costs[40:]) < 5
+
+
+def test_what_does_not_pay_is_tried_at_growing_intervals() -> None:
+    plans = run(DraftBudget(CHAINS), 8.0, 16, 3000, confidence=0.5)
+    tried = np.flatnonzero([plan.shape is not None for plan in plans])
+    tried = tried[tried > 40]
+    assert len(tried) >= 3
+    gaps = np.diff(tried)
+    assert gaps[-1] > 2 * gaps[0]
+    assert len(tried) < 0.01 * len(plans)
+
+
+def test_a_changed_text_switches_drafting_on_again() -> None:
+    budget = DraftBudget(CHAINS)
+    hopeless = run(budget, 1.5, 8, 300, confidence=0.05)
+    assert sum(plan.shape is not None for plan in hopeless[100:]) < 10
+    better = run(budget, 1.5, 8, 1000, confidence=0.9)
+    assert sum(plan.shape is not None for plan in better[-100:]) > 90
+
+
+def test_the_chain_is_as_long_as_confidence_carries() -> None:
+    sure = run(DraftBudget(CHAINS), 0.1, 1, 300, confidence=0.95)
+    unsure = run(DraftBudget(CHAINS), 0.1, 1, 300, confidence=0.35)
+
+    def depth(plans: list[DraftPlan]) -> float:
+        return float(np.mean([p.shape.depth for p in plans[100:] if p.shape]))
+
+    assert depth(sure) > 4
+    assert depth(unsure) < 3
+
+
+def test_a_decision_costs_less_than_a_hundredth_of_a_step() -> None:
+    """A step of 64 requests with trees of 16 nodes; steps here take 20 ms and more."""
+    budget = taught(row_ms=0.5, limits=TREES)
+    rng = np.random.default_rng(0)
+    scores = np.sort(np.log(rng.uniform(0.01, 1, (64, 16))))[:, ::-1]
+    batch = ScoredDrafts(
+        [str(r) for r in range(64)],
+        scores,
+        np.tile(np.repeat([1, 2, 3, 4], 4), (64, 1)),
+        np.full(64, 16),
+        4,
+    )
+    chain = ScoredDrafts(
+        batch.req_ids, scores[:, :5], np.tile(np.arange(1, 6), (64, 1)), np.full(64, 5)
+    )
+    budget.choose(chain, 0)
+    times = []
+    for _ in range(40):
+        began = time.perf_counter()
+        chosen = budget.choose(batch, 64 * 300)
+        budget.plan(64, 64 * 300)
+        budget.observe_step(StepWork(300, 64 * 300, 1, 3, 1000), 0.15)
+        times.append(time.perf_counter() - began)
+    assert chosen.any()
+    # The median: other work on the machine must not fail the test.
+    assert np.median(times) < 0.01 * 0.064
+
+
+@pytest.mark.parametrize("limits", [CHAINS, TREES], ids=["chains", "trees"])
+def test_the_same_steps_lead_to_the_same_plans(limits: BudgetLimits) -> None:
+    first, second = (run(DraftBudget(limits), 0.5, 4, 150, 0.6) for _ in range(2))
+    assert first == second

@@ -1,0 +1,359 @@
+"""A simulator of the budget: its speed-up on hardware that is not here.
+
+It runs the real policy (`budget.DraftBudget`) against a cost curve, which says how long
+steps take, and drafts that were recorded with what the target accepted of them. Cost
+curves may be measured or published; the fields of their file are those of `CostCurve`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .budget import BudgetLimits, DraftBudget, DraftPlan, ScoredDrafts
+from .drafter import TreeShape
+from .step_cost import StepWork
+from .validation import explain
+
+
+class CostCurve(BaseModel):
+    """How long steps take on some machine, in milliseconds.
+
+    Attributes:
+        name: of machine and model, for reports.
+        verify_ms: [rows, ms] pairs; the target over that many rows, and all that a step
+            does beside. Interpolated, and extrapolated by the last two.
+        context_ms: a thousand tokens of context more.
+        head_pass_ms, level_ms, head_row_ms: the head's first pass, a further level, and
+            a row of either.
+        noise: standard deviation of a step's time, in parts of it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = ""
+    verify_ms: tuple[tuple[float, float], ...] = Field(min_length=2)
+    context_ms: float = Field(default=0.0, ge=0)
+    head_pass_ms: float = Field(ge=0)
+    level_ms: float = Field(ge=0)
+    head_row_ms: float = Field(default=0.0, ge=0)
+    noise: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _rows_rise(self) -> CostCurve:
+        rows = [pair[0] for pair in self.verify_ms]
+        if any(b <= a for a, b in pairwise(rows)) or rows[0] < 1:
+            raise ValueError(f"verify_ms: got rows {rows}, want them rising from 1 on")
+        return self
+
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of a step, without noise."""
+        rows, ms = np.array(self.verify_ms).T
+        verify = float(np.interp(work.rows, rows, ms))
+        if work.rows > rows[-1]:
+            slope = (ms[-1] - ms[-2]) / (rows[-1] - rows[-2])
+            verify += max(slope, 0.0) * (work.rows - rows[-1])
+        head = work.head_passes * self.head_pass_ms + work.levels * self.level_ms
+        head += work.head_rows * self.head_row_ms
+        return (verify + head + work.context / 1000 * self.context_ms) / 1000
+
+
+@dataclass(frozen=True)
+class TracedDraft:
+    """One draft as it was verified, all nodes of it.
+
+    Attributes:
+        scores: [num_nodes], log-probability of each node's path.
+        depths: [num_nodes], 1 for children of the root.
+        parents: [num_nodes], -1 for the root.
+        accepted: [num_nodes], bool.
+    """
+
+    scores: np.ndarray
+    depths: np.ndarray
+    parents: np.ndarray
+    accepted: np.ndarray
+
+    @classmethod
+    def of(
+        cls, parents: Sequence[int], scores: Sequence[float], accepted: Sequence[int]
+    ) -> TracedDraft:
+        """From parents, scores, and the accepted nodes' numbers."""
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        mask = np.zeros(len(parents), dtype=bool)
+        mask[list(accepted)] = True
+        return cls(np.array(scores), np.array(depths), np.array(parents), mask)
+
+    def limited(self, shape: TreeShape) -> TracedDraft:
+        """What a head would have drafted within a smaller shape."""
+        if shape.top_k == 1:
+            kept = self._best_path()[: shape.depth]
+        else:
+            order = np.argsort(-self.scores, kind="stable")
+            kept = np.sort(order[self.depths[order] <= shape.depth][: shape.num_nodes])
+        return self.subset(kept)
+
+    def subset(self, kept: np.ndarray) -> TracedDraft:
+        """Only these nodes, parents among them; numbers rise."""
+        new_index = np.full(len(self.parents) + 1, -1)  # the last one is the root's
+        new_index[kept] = np.arange(len(kept))
+        return TracedDraft(
+            self.scores[kept],
+            self.depths[kept],
+            new_index[self.parents[kept]],
+            self.accepted[kept],
+        )
+
+    def _best_path(self) -> np.ndarray:
+        """The likeliest child of the root, of that one, and so on: a greedy chain."""
+        path, here = [], -1
+        while (children := np.flatnonzero(self.parents == here)).size:
+            here = int(children[self.scores[children].argmax()])
+            path.append(here)
+        return np.array(path, dtype=int)
+
+
+class Policy(Protocol):
+    """What chooses; `DraftBudget`, or a shape that never changes."""
+
+    def plan(self, num_reqs: int, context: int) -> DraftPlan: ...
+
+    def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray: ...
+
+    def observe_step(self, work: StepWork, seconds: float) -> None: ...
+
+    def observe_verdict(
+        self, req_id: str, scores: np.ndarray, accepted: np.ndarray
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class FixedShape:
+    """The policy of a user who names a shape."""
+
+    shape: TreeShape | None
+
+    def plan(self, num_reqs: int, context: int) -> DraftPlan:
+        return DraftPlan(self.shape)
+
+    def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray:
+        return np.isfinite(drafts.scores)
+
+    def observe_step(self, work: StepWork, seconds: float) -> None:
+        pass
+
+    def observe_verdict(
+        self, req_id: str, scores: np.ndarray, accepted: np.ndarray
+    ) -> None:
+        pass
+
+
+@dataclass
+class Simulated:
+    """What a policy did at one batch size."""
+
+    batch: int
+    seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    drafts: int = 0
+    drafted_nodes: int = 0
+    verified_nodes: int = 0
+    accepted: int = 0
+    plain_steps: int = field(default=0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a target pass, of drafts that were verified."""
+        return 1 + self.accepted / max(self.drafts, 1)
+
+
+def simulate(
+    policy: Policy,
+    curve: CostCurve,
+    traces: Sequence[TracedDraft],
+    batch: int,
+    steps: int,
+    *,
+    context: int = 256,
+    seed: int = 0,
+    warm_up: int = 0,
+) -> Simulated:
+    """Run a policy for a number of steps at one batch size.
+
+    Args:
+        traces: each request walks through them from a place of its own.
+        context: tokens of one request.
+        warm_up: first steps, which do not count.
+    """
+    rng = np.random.default_rng(seed)
+    places = rng.integers(len(traces), size=batch)
+    result, pending = Simulated(batch), list[TracedDraft]()
+    for step in range(warm_up + steps):
+        if step == warm_up:
+            result = Simulated(batch)
+        chosen = _choose(policy, pending, batch * context)
+        plan = policy.plan(batch, batch * context)
+        grown, levels = _draft(plan, traces, places)
+        places = (places + 1) % len(traces)
+        work = _work(plan, chosen, batch, batch * context, levels)
+        seconds = curve.seconds(work) * max(1 + curve.noise * rng.normal(), 0.1)
+        for req, draft in enumerate(chosen):
+            policy.observe_verdict(str(req), draft.scores, draft.accepted)
+        policy.observe_step(work, seconds)
+        _count(result, chosen, grown, batch, seconds)
+        pending = grown
+    return result
+
+
+def _choose(
+    policy: Policy, drafts: Sequence[TracedDraft], context: int
+) -> list[TracedDraft]:
+    if not drafts:
+        return []
+    width = max(len(d.scores) for d in drafts)
+    scores = np.full((len(drafts), width), -np.inf)
+    depths = np.zeros((len(drafts), width), dtype=int)
+    for row, draft in enumerate(drafts):
+        scores[row, : len(draft.scores)] = draft.scores
+        depths[row, : len(draft.scores)] = draft.depths
+    is_chain = all(len(d.depths) == d.depths.max(initial=0) for d in drafts)
+    kept = policy.choose(
+        ScoredDrafts(
+            [str(req) for req in range(len(drafts))],
+            scores,
+            depths,
+            np.full(len(drafts), width),
+            1 if is_chain else _top_k_of(policy),
+        ),
+        context,
+    )
+    return [
+        draft.subset(np.flatnonzero(mask)) if mask.any() else draft.subset(_NOTHING)
+        for draft, mask in zip(drafts, kept, strict=True)
+    ]
+
+
+_NOTHING = np.zeros(0, dtype=int)
+
+
+def _top_k_of(policy: Policy) -> int:
+    tree = policy.limits.tree if isinstance(policy, DraftBudget) else None
+    return tree.top_k if tree is not None else 1
+
+
+def _draft(
+    plan: DraftPlan, traces: Sequence[TracedDraft], places: np.ndarray
+) -> tuple[list[TracedDraft], int]:
+    """Drafts of all requests, and the levels that grew after the head's first pass."""
+    if plan.shape is None:
+        return [], 0
+    grown = [traces[place].limited(plan.shape) for place in places]
+    depth = 1
+    while depth < plan.shape.depth:
+        last = [np.exp(d.scores[d.depths == depth]) for d in grown]
+        mass = sum(np.sort(c)[::-1][: plan.shape.top_k].sum() for c in last)
+        if mass < plan.min_mass or not mass:
+            break
+        depth += 1
+    cut = [draft.subset(np.flatnonzero(draft.depths <= depth)) for draft in grown]
+    return cut, depth - 1
+
+
+def _work(
+    plan: DraftPlan,
+    verified: Sequence[TracedDraft],
+    batch: int,
+    context: int,
+    levels: int,
+) -> StepWork:
+    rows = batch + sum(len(d.scores) for d in verified)
+    if plan.shape is None:
+        return StepWork(rows, context)
+    head_rows = rows + levels * batch * plan.shape.top_k
+    return StepWork(rows, context, 1, levels, head_rows)
+
+
+def _count(
+    result: Simulated,
+    verified: Sequence[TracedDraft],
+    grown: Sequence[TracedDraft],
+    batch: int,
+    seconds: float,
+) -> None:
+    accepted = sum(int(d.accepted.sum()) for d in verified)
+    with_drafts = sum(len(d.scores) > 0 for d in verified)
+    result.steps += 1
+    result.seconds += seconds
+    result.tokens += batch + accepted
+    result.accepted += accepted
+    result.drafts += with_drafts
+    result.drafted_nodes += sum(len(d.scores) for d in grown)
+    result.verified_nodes += sum(len(d.scores) for d in verified)
+    result.plain_steps += with_drafts == 0
+
+
+def read_curve(path: Path) -> CostCurve:
+    """Read a cost curve from YAML or JSON.
+
+    Raises:
+        ValueError: no such file, or a field that is missing, unknown or wrong.
+    """
+    fields = _parse(path)
+    try:
+        return CostCurve.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {explain(error, CostCurve)}") from error
+
+
+def _parse(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"curve: got {path}, want a YAML or JSON file of a cost curve: {error}"
+        ) from error
+
+
+def read_traces(path: Path) -> list[TracedDraft]:
+    """Read drafts that an engine recorded, one JSON object a line.
+
+    Raises:
+        ValueError: no such file, a line that is none, or no drafts at all.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+        traces = list(_read_lines(lines))
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"traces: got {path}, want the acceptance.jsonl of a recorded run: {error}"
+        ) from error
+    if not traces:
+        raise ValueError(f"traces: {path} holds no drafts; record a run that drafts")
+    return traces
+
+
+def _read_lines(lines: Iterable[str]) -> Iterator[TracedDraft]:
+    for line in lines:
+        record = json.loads(line)
+        yield TracedDraft.of(record["parents"], record["scores"], record["accepted"])
+
+
+def limits_for(num_nodes: int, top_k: int, depth: int, chain: int) -> BudgetLimits:
+    """What the policy may choose between, as an engine of these options has it."""
+    tree = TreeShape(num_nodes, top_k, depth) if top_k > 1 else None
+    return BudgetLimits(TreeShape.chain(chain), tree)

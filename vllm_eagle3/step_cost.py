@@ -1,0 +1,156 @@
+"""How long a step takes, learnt from the steps of the running engine.
+
+A step verifies `rows` tokens with the target and then runs the head a few times. Its
+cost is linear in what it did: piecewise linear in the rows (a memory-bound target
+verifies the first few almost for free, a compute-bound one pays for each), plus context
+to read, plus passes and rows of the head. A Kalman filter tracks the coefficients, so
+that nothing has to be calibrated, an engine that drifts is followed, and batch sizes
+that were never seen borrow from their neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Rows between which the target's cost is interpolated.
+KNOTS = 2.0 ** np.arange(13)  # 1 .. 4096
+_CONTEXT, _HEAD_PASS, _LEVEL, _HEAD_ROW = range(len(KNOTS), len(KNOTS) + 4)
+_CONTEXT_UNIT = 1000.0  # tokens
+
+# Before anything is known, in parts of a plain step of one row: a one-layer head with
+# its output layer beside a target of some tens of layers. Wide, and soon forgotten.
+_PRIOR_MEAN = np.concatenate([1 + KNOTS / 100, [0.02, 0.05, 0.06, 0.002]])
+_COMMON_SD = 0.3  # of everything together
+_KNOT_SD = 0.15  # from one knot to the next
+_TERM_SD = (0.02, 0.05, 0.06, 0.004)
+
+_NOISE = 0.1  # of a step's time
+_DRIFT = (
+    0.02  # a step, of everything together: other work on the machine comes and goes
+)
+_FORGETTING = 1e-3  # part of the prior uncertainty that comes back with every step
+_CLIP = 3.0  # standard deviations that one step may count for
+# A step further off than this is a compilation or a pause, unless so many follow each
+# other that they must be the new truth.
+_OUTLIER = 4.0
+_MAX_OUTLIERS = 8
+_FIRST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one step did.
+
+    Attributes:
+        rows: verified by the target: roots and draft nodes of all requests.
+        context: tokens in the KV cache, all requests together.
+        head_passes: first passes of the head, over new tokens; 0 where it waits.
+        levels: further passes of the head, one for each level that grew.
+        head_rows: rows of all passes of the head.
+    """
+
+    rows: int
+    context: int = 0
+    head_passes: int = 0
+    levels: int = 0
+    head_rows: int = 0
+
+
+class StepCost:
+    """Seconds of a step: `observe` steps, then ask for `seconds`."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._mean = np.zeros(0)  # [terms], empty while nothing is known
+        self._covariance = np.zeros((0, 0))
+        self._prior = np.zeros((0, 0))
+        self._first: list[tuple[np.ndarray, float]] = []
+        self._num_outliers = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were seen to say anything."""
+        return self._mean.size > 0
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step that prefilled nothing."""
+        terms = _terms(work)
+        if not self.is_known:
+            self._first.append((terms, seconds))
+            if len(self._first) == _FIRST_STEPS:
+                self._start()
+            return
+        ratio = seconds / float(terms @ self._mean)
+        if 1 / _OUTLIER < ratio < _OUTLIER:
+            self._num_outliers = 0
+            self._update(terms, seconds)
+            return
+        self._num_outliers += 1
+        if self._num_outliers >= _MAX_OUTLIERS:
+            self._forget()
+
+    def seconds(
+        self,
+        rows: np.ndarray | float,  # any shape, also of the result
+        *,
+        context: float = 0,
+        head_passes: float = 0,
+        levels: float = 0,
+        head_rows: float = 0,
+    ) -> np.ndarray:
+        """Seconds of steps that differ in their rows and are otherwise alike."""
+        assert self.is_known, "asked before enough steps were seen"
+        beside = np.array([context / _CONTEXT_UNIT, head_passes, levels, head_rows])
+        # More work never costs less, whatever noise says.
+        target = np.maximum.accumulate(self._mean[: len(KNOTS)])
+        extra = np.maximum(self._mean[len(KNOTS) :], 0) @ beside
+        return np.interp(rows, KNOTS, target) + extra
+
+    def _start(self) -> None:
+        """Set the scale by the quickest of the first steps; the others may compile."""
+        scale = min(s / float(t @ _PRIOR_MEAN) for t, s in self._first)
+        self._mean = scale * _PRIOR_MEAN
+        self._prior = scale**2 * _prior_covariance()
+        self._covariance = self._prior.copy()
+        for terms, seconds in self._first:
+            if seconds < _OUTLIER * float(terms @ self._mean):
+                self._update(terms, seconds)
+        self._first = []
+
+    def _update(self, terms: np.ndarray, seconds: float) -> None:
+        """One step of the filter: let everything drift, then believe the step."""
+        drift = _DRIFT**2 * np.outer(self._mean, self._mean)
+        covariance = (1 - _FORGETTING) * self._covariance + _FORGETTING * self._prior
+        covariance += drift
+        known = covariance @ terms
+        variance = float(terms @ known) + (_NOISE * seconds) ** 2
+        surprise = seconds - float(terms @ self._mean)
+        limit = _CLIP * variance**0.5
+        self._mean = self._mean + known / variance * np.clip(surprise, -limit, limit)
+        self._covariance = covariance - np.outer(known, known) / variance
+
+
+def _terms(work: StepWork) -> np.ndarray:
+    """The coefficients' factors, [terms]: weights of two knots, then counts."""
+    place = np.log2(np.clip(work.rows, KNOTS[0], KNOTS[-1]))
+    low = min(int(place), len(KNOTS) - 2)
+    share = (work.rows - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low])
+    terms = np.zeros(len(KNOTS) + 4)
+    terms[low], terms[low + 1] = 1 - share, share
+    terms[_CONTEXT] = work.context / _CONTEXT_UNIT
+    terms[_HEAD_PASS], terms[_LEVEL] = work.head_passes, work.levels
+    terms[_HEAD_ROW] = work.head_rows
+    return terms
+
+
+def _prior_covariance() -> np.ndarray:
+    """Uncertainty of `_PRIOR_MEAN`: neighbouring knots are alike."""
+    knots = np.arange(len(KNOTS))
+    walk = _KNOT_SD**2 * (1 + np.minimum.outer(knots, knots))
+    covariance = np.diag(np.square(np.concatenate([np.zeros(len(KNOTS)), _TERM_SD])))
+    covariance[: len(KNOTS), : len(KNOTS)] = walk
+    return covariance + _COMMON_SD**2 * np.outer(_PRIOR_MEAN, _PRIOR_MEAN)
