@@ -19,6 +19,8 @@ def settings(**changed: Any) -> SimpleNamespace:
         "has_inner_state": False,
         "is_hybrid": False,
         "uses_mrope": False,
+        "enable_sleep_mode": False,
+        "sleep_preserve_parameter_names": [],
     }
     parallel = {
         "decode_context_parallel_size": 1,
@@ -39,7 +41,9 @@ def settings(**changed: Any) -> SimpleNamespace:
         ),
         kv_transfer_config=connector,
         speculative_config=SimpleNamespace(
-            num_speculative_tokens=16, parallel_drafting=False
+            num_speculative_tokens=16,
+            parallel_drafting=False,
+            draft_sample_method="greedy",
         ),
         additional_config={KEY: {"shape": "tree", "top_k": 4}, "other": 1},
     )

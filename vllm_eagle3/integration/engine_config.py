@@ -97,6 +97,7 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
             _prepare_for_trees(vllm_config, shape)
     if shape is not None:
         spec.num_speculative_tokens = shape.num_nodes
+    _keep_head_asleep(vllm_config.model_config)
     has_trees = shape is not None and shape.top_k > 1
     # Sampled drafts of a chain are judged by vLLM's rejection sampler.
     lifted.mark(spec, has_trees or spec.draft_sample_method == "greedy")
@@ -128,10 +129,21 @@ def _prepare_for_trees(vllm_config: VllmConfig, shape: TreeShape) -> None:
     scheduler.scheduler_cls = SCHEDULER
     # The next step's topology is known only when this step's drafts are.
     scheduler.async_scheduling = False
+    # Branches are copied in one table of blocks, so layers with a window keep all of
+    # theirs; vLLM's other layout has a table for each kind of layer.
+    if scheduler.disable_hybrid_kv_cache_manager is None:
+        scheduler.disable_hybrid_kv_cache_manager = True
     # A graph of a whole step would replay the attention of plain rows.
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode.has_full_cudagraphs():
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def _keep_head_asleep(model_config: Any) -> None:
+    """Level 2 of sleep drops all weights; nobody else brings the head's back."""
+    kept = model_config.sleep_preserve_parameter_names
+    if model_config.enable_sleep_mode and "draft.*" not in kept:
+        model_config.sleep_preserve_parameter_names = [*kept, "draft.*"]
 
 
 def _chain_instead(vllm_config: VllmConfig, obstacle: str) -> TreeShape:

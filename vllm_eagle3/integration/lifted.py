@@ -57,7 +57,7 @@ def lift() -> None:
     lifted = _building(logits_processor.build_logitsprocs)
     logits_processor.build_logitsprocs = lifted
     # The runner's module has a name of its own for it, if it was imported before.
-    runner = sys.modules.get("vllm.v1.worker.gpu_model_runner")
+    runner: Any = sys.modules.get("vllm.v1.worker.gpu_model_runner")
     if runner is not None:
         runner.build_logitsprocs = lifted
 

@@ -11,6 +11,7 @@ One step of a request with a tree, on top of vLLM's:
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ from .sampler import (
 )
 from .scheduler import TreeDraftTokenIds
 from .scratch import add_blocks, scratch_blocks, scratch_branches
+
+logger = logging.getLogger("vllm.vllm_eagle3")
 
 
 class Eagle3Runner(GPUModelRunner):
@@ -86,7 +89,8 @@ class Eagle3Runner(GPUModelRunner):
         if len(groups) != 1:
             raise ValueError(
                 f"shape: got 'tree' for a target with {len(groups)} groups of KV "
-                'caches, want one; use "shape": "chain"'
+                "caches, want one; leave out --no-disable-hybrid-kv-cache-manager or "
+                'use "shape": "chain"'
             )
         shape, block_size = self.tree_shape, self.cache_config.block_size
         assert shape is not None
@@ -147,6 +151,7 @@ class Eagle3Runner(GPUModelRunner):
             thinking.in_spec_mode = not walks
         if logits is None or spec_decode_metadata is None or not walks:
             return super()._sample(logits, spec_decode_metadata)
+        self.input_batch.update_async_output_token_ids()
         trees = {r: torch.from_numpy(tree) for r, tree in self.trees.items()}
         drafts = read_drafts(spec_decode_metadata, trees, logits.shape[0])
         sampling = self.input_batch.sampling_metadata
@@ -164,6 +169,15 @@ class Eagle3Runner(GPUModelRunner):
         self._verdict = verdict
         self._commit(verdict)
         return as_output(verdict, logprobs)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)
+        logger.warning(
+            "vllm_eagle3: the target's weights were replaced, and the draft head still "
+            "follows the old ones: the text is right, but fewer drafts may be "
+            "accepted. Train the head further for the new weights (warm_start) and "
+            "start the engine with it."
+        )
 
     def _judges_by_ratio(self) -> bool:
         """Drafts that were sampled are vLLM's own chains, with their probabilities."""

@@ -23,6 +23,7 @@ RUNNER = (
     f"{_RUNNER}._prepare_inputs",
     f"{_RUNNER}._build_attention_metadata",
     f"{_RUNNER}._input_fits_in_drafter",
+    f"{_RUNNER}.reload_weights",
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__",
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model",
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
