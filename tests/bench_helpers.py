@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.models.shapes import byte_tokenizer
 from vllm_eagle3.bench.methods import Method
-from vllm_eagle3.bench.plan import BenchOptions
+from vllm_eagle3.bench.plan import BenchOptions, Setting
 from vllm_eagle3.bench.process import Timed
 
 CONTEXT = 256
@@ -42,6 +42,7 @@ def fake_options(
         "prompts": (str(prompts),),
         "out": folder / "out",
         "methods": "off,chain:2",
+        "controls": False,
         "max_tokens": 6,
         "max_model_len": CONTEXT,
     }
@@ -54,13 +55,17 @@ class Recorder:
     def __init__(self) -> None:
         self.order: list[str] = []
         self.started_methods: list[str] = []
+        self.settings: list[Setting] = []
         self.checked = 0
 
     def started(self, method: Method, seconds: float) -> None:
         self.started_methods.append(method.name)
 
+    def entering(self, setting: Setting) -> None:
+        self.settings.append(setting)
+
     def measured(self, method: Method, timed: Timed) -> None:
         self.order.append(method.name)
 
-    def checking(self, num_prompts: int) -> None:
-        self.checked += num_prompts
+    def checking(self, num_requests: int) -> None:
+        self.checked += num_requests

@@ -3,7 +3,7 @@
 The reply to a prompt is a function of its last token. What else it does is said in
 the head's path: `crash` ends the process, `refuse` raises; `wrong` and `near` change
 the fourth token of prompts of odd length, `near` to one that `off` holds nearly as
-likely as its own.
+likely as its own; `short` ends replies early.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class FakeEngine:
     def __init__(self, spec: EngineSpec) -> None:
         print("this goes to the log, not to the parent")
         self.behaviour = Path(spec.head or "").name
-        self.num_drafts = spec.num_speculative_tokens
+        self.num_drafts = spec.num_speculative_tokens or 0
         self.counts = DraftCounts()
         if self.behaviour == "refuse":
             raise ValueError("head: made for another target")
@@ -41,6 +41,8 @@ class FakeEngine:
         tokens = [ids[-1] + 1 + i for i in range(sampling.max_tokens)]
         if self.behaviour in ("wrong", "near") and len(ids) % 2:
             tokens[ODD_PLACE] = 1000 if self.behaviour == "near" else 2000
+        if self.behaviour == "short":
+            tokens = tokens[:-1]
         if self.num_drafts:
             # Of two drafts one is accepted whole and one not at all.
             accepted = (1,) * self.num_drafts

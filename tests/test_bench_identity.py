@@ -16,7 +16,7 @@ def test_equal_runs_have_no_differences() -> None:
 
 def test_first_difference_is_found() -> None:
     (difference,) = first_differences([(5,), (1, 2, 3)], [(5,), (1, 9, 9)])
-    assert difference == Difference(prompt=1, position=1, plain=2, other=9)
+    assert difference == Difference(request=1, position=1, plain=2, other=9)
 
 
 @pytest.mark.parametrize(

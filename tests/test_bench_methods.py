@@ -1,7 +1,12 @@
 import pytest
 
 from vllm_eagle3.bench.launch import worker_environ
-from vllm_eagle3.bench.methods import MAX_CHAIN, parse_method, parse_methods
+from vllm_eagle3.bench.methods import (
+    MAX_CHAIN,
+    parse_method,
+    parse_methods,
+    with_controls,
+)
 from vllm_eagle3.engine import EngineMode
 
 
@@ -43,6 +48,43 @@ def test_unknown_method_lists_the_known_ones(name: str) -> None:
 def test_chain_length_out_of_range(length: str) -> None:
     with pytest.raises(ValueError, match=rf"chain length in 1\.\.{MAX_CHAIN}"):
         parse_methods(f"chain:{length}")
+
+
+@pytest.mark.parametrize(
+    ("name", "stock", "model", "num_tokens"),
+    [
+        ("ngram", "ngram", None, 3),
+        ("ngram:5", "ngram", None, 5),
+        ("mtp", "mtp", None, None),
+        ("mtp:2", "mtp", None, 2),
+        ("draft_model:m", "draft_model", "m", 3),
+        ("draft_model:a/b:4", "draft_model", "a/b", 4),
+        ("eagle:a:b:7", "eagle", "a:b", 7),
+        ("dflash:m", "dflash", "m", None),
+    ],
+)
+def test_other_methods_of_vllm(
+    name: str, stock: str, model: str | None, num_tokens: int | None
+) -> None:
+    method = parse_method(name)
+    assert (method.stock, method.model) == (stock, model)
+    assert method.num_speculative_tokens == num_tokens
+    assert method.speculates and not method.is_ours and not method.uses_head
+
+
+def test_method_without_its_model() -> None:
+    with pytest.raises(ValueError, match="want its model too, as in dflash:FOLDER:3"):
+        parse_method("dflash")
+
+
+def test_controls_that_are_lacking_are_added() -> None:
+    def names(text: str, has_head: bool = True) -> list[str]:
+        return [m.name for m in with_controls(parse_methods(text), has_head)]
+
+    assert names("ours:auto") == ["off", "chain:1", "chain:3", "ours:auto"]
+    assert names("ours:auto,chain:5") == ["off", "ours:auto", "chain:5"]
+    assert names("chain:2,off") == ["chain:2", "off"]
+    assert names("ngram", has_head=False) == ["off", "ngram"]
 
 
 def test_no_method() -> None:

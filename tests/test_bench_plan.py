@@ -1,4 +1,3 @@
-import math
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,39 @@ def test_off_alone_needs_no_head(tmp_path: Path) -> None:
     assert make_plan(fake_options(tmp_path, head=None, methods="off")).head is None
 
 
+def test_settings_are_every_temperature_at_every_batch_size(tmp_path: Path) -> None:
+    plan = make_plan(fake_options(tmp_path, batch="1,4", temperature="0,1"))
+    found = [(s.temperature, s.batch_size) for s in plan.settings]
+    assert found == [(0, 1), (0, 4), (1, 1), (1, 4)]
+
+
+def test_controls_come_first(tmp_path: Path) -> None:
+    plan = make_plan(fake_options(tmp_path, methods="ours:auto", controls=True))
+    names = [method.name for method in plan.methods]
+    assert names == ["off", "chain:1", "chain:3", "ours:auto"]
+
+
+def test_another_method_has_a_model_of_its_own(tmp_path: Path) -> None:
+    draft = tmp_path / "target"
+    options = fake_options(
+        tmp_path, head=None, methods=f"off,ngram,draft_model:{draft}:4"
+    )
+    off, ngram, draft_model = map(
+        (plan := make_plan(options)).engine_spec, plan.methods
+    )
+    assert off.num_speculative_tokens == 0
+    assert (ngram.method, ngram.head) == ("ngram", None)
+    assert (draft_model.method, draft_model.head) == ("draft_model", str(draft))
+    assert draft_model.num_speculative_tokens == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"methods": "fast"}, "methods: got 'fast'"),
         ({"methods": "chain:99"}, "methods: got 'chain:99'"),
-        ({"head": None}, "head: got none"),
+        ({"head": None}, "head: got none, want one for chain:2"),
+        ({"methods": "eagle:/nowhere:2"}, "/nowhere has no config.json"),
         ({"head": "/nowhere"}, "head: /nowhere does not exist"),
         ({"target": "/nowhere"}, "target: /nowhere does not exist"),
         ({"prompts": ("/nowhere.jsonl",)}, "cannot read /nowhere.jsonl"),
@@ -44,9 +70,10 @@ def test_off_alone_needs_no_head(tmp_path: Path) -> None:
         ({"limit": 0}, "limit: got 0"),
         ({"batch": "0"}, "batch: got '0'"),
         ({"batch": "1,x"}, "batch: got '1,x'"),
-        ({"temperature": -0.5}, "temperature: got -0.5"),
-        ({"temperature": math.nan}, "temperature: got nan"),
-        ({"temperature": 2.5}, "temperature: got 2.5"),
+        ({"temperature": "-0.5"}, "temperature: got '-0.5'"),
+        ({"temperature": "nan"}, "temperature: got 'nan'"),
+        ({"temperature": "0,2.5"}, "temperature: got '0,2.5'"),
+        ({"temperature": ""}, "temperature: got ''"),
         ({"max_tokens": 0}, "max_tokens: got 0"),
         ({"repeats": 0}, "repeats: got 0"),
         ({"dtype": "int8"}, "dtype: got 'int8'"),

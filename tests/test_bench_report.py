@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vllm_eagle3.bench.report import results_table, verdict
+from vllm_eagle3.bench.report import notes, results_table, verdict
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -12,13 +12,16 @@ def record(**changes: Any) -> dict[str, Any]:
         "method": "chain:3",
         "batch": 1,
         "prompts": 12,
+        "requests": 12,
         "temperature": 0.0,
         "max_tokens": 64,
         "dtype": "bfloat16",
         "tokens_per_s": 30.0,
         "tokens_per_s_range": [29.0, 31.0],
         "speed_up": 1.25,
-        "speed_up_range": [1.2, 1.3],
+        "speed_up_interval": [1.2, 1.3],
+        "repeats_needed": None,
+        "token_counts_equal": True,
         "acceptance_length": 1.87,
         "identical": 10,
         "near_ties": 1,
@@ -48,7 +51,9 @@ def test_row_of_a_speculative_method() -> None:
 
 
 def test_one_repeat_has_no_range() -> None:
-    text = shown(record(tokens_per_s_range=[30.0, 30.0], speed_up_range=[1.25, 1.25]))
+    text = shown(
+        record(tokens_per_s_range=[30.0, 30.0], speed_up_interval=[1.25, 1.25])
+    )
     assert ".." not in text
 
 
@@ -66,11 +71,36 @@ def test_what_was_not_compared_is_a_dash() -> None:
     ],
 )
 def test_verdict_says_what_is_true(speed_up: float, expected: str) -> None:
-    assert verdict([off(), record(speed_up=speed_up)]).startswith(expected)
+    interval = [speed_up - 0.05, speed_up + 0.05]
+    run = record(speed_up=speed_up, speed_up_interval=interval)
+    assert verdict([off(), run]).startswith(expected)
+
+
+def test_a_gain_within_the_noise_is_not_called_one() -> None:
+    run = record(speed_up=1.25, speed_up_interval=[0.95, 1.5])
+    assert verdict([off(), run]).startswith("Speculation changes little here")
+
+
+def test_refused_speed_up_says_what_it_takes() -> None:
+    refused = record(speed_up=None, speed_up_interval=None, repeats_needed=9)
+    assert "too noisy: --repeats 9" in shown(off(), refused)
+    assert verdict([off(), refused]) == ""
+    (note,) = notes([off(), refused])
+    assert "--repeats 9" in note
+
+
+def test_note_on_replies_of_other_lengths() -> None:
+    (note,) = notes([off(), record(token_counts_equal=False)])
+    assert "chain:3" in note and "--ignore-eos" in note
+
+
+def test_nothing_to_note() -> None:
+    assert notes([off(), record()]) == []
 
 
 def test_verdict_is_about_the_best_method() -> None:
-    slow, fast = record(speed_up=0.7), record(method="ours:auto", speed_up=1.4)
+    slow = record(speed_up=0.7, speed_up_interval=[0.6, 0.8])
+    fast = record(method="ours:auto", speed_up=1.4, speed_up_interval=[1.3, 1.5])
     assert "ours:auto" in verdict([off(), slow, fast])
 
 

@@ -1,3 +1,5 @@
+import hashlib
+import statistics
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from vllm_eagle3.bench.plan import make_plan
 from vllm_eagle3.bench.process import WorkerError
 from vllm_eagle3.bench.results import make_results
 from vllm_eagle3.bench.runs import run_bench
+from vllm_eagle3.bench.statistics import MIN_REPEATS
 
 ROOT = Path(__file__).parents[1]
 ODD_PROMPT = 1  # the one of odd length, which the fake engine changes
@@ -39,7 +42,7 @@ def test_methods_take_turns_and_rotate(two_repeats) -> None:
     _, recorder, _ = two_repeats
     once = ["off", "chain:2", "ours:auto"]
     second, third = once[1:] + once[:1], once[2:] + once[:2]
-    assert recorder.order == 2 * (once + second + third)
+    assert recorder.order == once + second + third + second + third + once
 
 
 def test_every_method_starts_once(two_repeats) -> None:
@@ -70,14 +73,23 @@ def test_acceptance(two_repeats) -> None:
     assert rates == [0.5, 1.0]
 
 
-def test_speed_up_is_against_off(two_repeats) -> None:
+def test_two_repeats_of_three_batches_give_no_speed_up(two_repeats) -> None:
     runs, _, _ = two_repeats
+    assert runs["off"]["speed_up"] == 1.0
+    assert runs["chain:2"]["speed_up"] is None
+    assert runs["chain:2"]["repeats_needed"] == MIN_REPEATS
+
+
+def test_speed_up_is_the_median_of_ratios_to_off(tmp_path: Path) -> None:
+    runs, _, _ = bench(tmp_path, repeats=MIN_REPEATS)
     ratios = [
         a["tokens_per_s"] / b["tokens_per_s"]
         for a, b in zip(runs["chain:2"]["repeats"], runs["off"]["repeats"], strict=True)
     ]
-    assert runs["off"]["speed_up"] == 1.0
-    assert runs["chain:2"]["speed_up"] == pytest.approx(sum(ratios) / 2)
+    speed_up = runs["chain:2"]["speed_up"]
+    assert speed_up == pytest.approx(statistics.median(ratios))
+    low, high = runs["chain:2"]["speed_up_interval"]
+    assert min(ratios) <= low <= speed_up <= high <= max(ratios)
 
 
 def test_equal_texts_are_identical(two_repeats) -> None:
@@ -123,18 +135,65 @@ def test_wrong_texts_are_different(tmp_path: Path) -> None:
 def test_near_ties_are_found_inside_larger_batches(tmp_path: Path) -> None:
     runs, _, _ = bench(tmp_path, "near", batch="2")
     run = runs["chain:2"]
-    assert (run["identical"], run["near_ties"], run["different"]) == (2, 1, 0)
+    # The second batch is filled up with the first prompt.
+    assert (run["prompts"], run["requests"]) == (3, 4)
+    assert (run["identical"], run["near_ties"], run["different"]) == (3, 1, 0)
     assert run["differences"][0]["prompt"] == ODD_PROMPT
 
 
-def test_several_batch_sizes_are_runs_of_their_own(tmp_path: Path) -> None:
-    _, _, results = bench(tmp_path, batch="1,3")
-    pairs = [(run["method"], run["batch"]) for run in results["runs"]]
-    assert pairs == [("off", 1), ("chain:2", 1), ("off", 3), ("chain:2", 3)]
+def test_every_setting_is_measured_with_the_same_engines(tmp_path: Path) -> None:
+    _, recorder, results = bench(tmp_path, batch="1,3", temperature="0,1")
+    found = [(r["method"], r["temperature"], r["batch"]) for r in results["runs"]]
+    assert found == [
+        (method, temperature, batch)
+        for temperature in (0, 1)
+        for batch in (1, 3)
+        for method in ("off", "chain:2")
+    ]
+    assert len(recorder.started_methods) == 2
+    assert len(recorder.settings) == 4
+
+
+def test_a_large_batch_is_filled_up(tmp_path: Path) -> None:
+    runs, _, _ = bench(tmp_path, batch="8")
+    assert runs["off"]["requests"] == 8
+    assert runs["off"]["new_tokens"] == 8 * 6
+    assert runs["off"]["mean_running"] == 8
+
+
+def test_acceptance_by_task(tmp_path: Path) -> None:
+    prompts = tmp_path / "tasks.jsonl"
+    prompts.write_text(
+        '{"category": "chat", "turns": ["a"]}\n{"category": "code", "turns": ["b"]}\n'
+    )
+    runs, _, _ = bench(tmp_path, prompts=(str(prompts),))
+    tasks = runs["chain:2"]["tasks"]
+    assert {name: task["drafts"] for name, task in tasks.items()} == {
+        "chat": 2,
+        "code": 2,
+    }
+    assert tasks["chat"]["acceptance_length"] == pytest.approx(2.0)
+
+
+def test_token_counts_are_checked_at_temperature_0(two_repeats, tmp_path: Path) -> None:
+    runs, _, _ = two_repeats
+    assert runs["chain:2"]["token_counts_equal"]
+    short, _, _ = bench(tmp_path, "short")
+    assert not short["chain:2"]["token_counts_equal"]
+
+
+def test_results_say_what_was_read(two_repeats) -> None:
+    environment = two_repeats[2]["environment"]
+    (prompts,) = environment["prompts"]
+    content = Path(prompts["path"]).read_bytes()
+    assert prompts["sha256"] == hashlib.sha256(content).hexdigest()
+    assert set(environment["head"]["sha256"]) == {"config.json"}
+    assert environment["options"]["repeats"] == 2
+    assert environment["versions"]["torch"]
 
 
 def test_sampled_texts_are_not_compared(tmp_path: Path) -> None:
-    runs, _, _ = bench(tmp_path, "wrong", temperature=0.8)
+    runs, _, _ = bench(tmp_path, "wrong", temperature="0.8")
     assert runs["chain:2"]["identical"] is None
 
 

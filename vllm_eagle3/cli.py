@@ -17,12 +17,8 @@ import typer
 from rich.console import Console
 
 from vllm_eagle3 import doctor, embedded, preload
-from vllm_eagle3.bench.command import (
-    DEMO_METHODS,
-    run_bench_command,
-    run_demo_command,
-)
-from vllm_eagle3.bench.methods import KNOWN_METHODS
+from vllm_eagle3.bench.command import run_bench_command, run_demo_command
+from vllm_eagle3.bench.methods import CONTROLS, KNOWN_METHODS
 from vllm_eagle3.bench.plan import BenchOptions
 from vllm_eagle3.bench.process import WorkerError
 from vllm_eagle3.engine import EngineMode, Sampling
@@ -68,6 +64,7 @@ _NAMES = ", ".join(embedded.NAMES)
 _TARGET_HELP = f"Target: a model directory, or {_NAMES}."
 _HEAD_HELP = f"Draft head: its directory, or {_NAMES}."
 _METHODS_HELP = f"Comma-separated: {KNOWN_METHODS}."
+_CONTROLS_HELP = f"Add {', '.join(CONTROLS)}; chains only where none is named."
 
 
 @app.command()
@@ -117,10 +114,16 @@ def bench(
     ] = None,
     head: Annotated[str | None, typer.Option(help=_HEAD_HELP)] = None,
     limit: Annotated[int | None, typer.Option(help="First N of each file.")] = None,
-    methods: Annotated[str, typer.Option(help=_METHODS_HELP)] = DEMO_METHODS,
+    methods: Annotated[str, typer.Option(help=_METHODS_HELP)] = "ours:auto",
+    controls: Annotated[
+        bool, typer.Option("--controls/--no-controls", help=_CONTROLS_HELP)
+    ] = True,
     batch: Annotated[str, typer.Option(help="Batch sizes, as in 1,4,16.")] = "1",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[str, typer.Option(help="0 is greedy; as in 0,1.")] = "0",
     max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 96,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="All replies of full length.")
+    ] = False,
     repeats: Annotated[int, typer.Option(help="Times through all prompts.")] = 1,
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32.")
@@ -149,10 +152,12 @@ def bench(
         prompts=(*prompts, *(more_prompts or ())),
         out=out,
         methods=methods,
+        controls=controls,
         limit=limit,
         batch=batch,
         temperature=temperature,
         max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
         repeats=repeats,
         dtype=dtype,
         max_model_len=max_model_len,

@@ -65,11 +65,19 @@ class EngineMode:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Everything needed to start an engine; `head` None means no speculation."""
+    """Everything needed to start an engine.
+
+    Args:
+        head: the head, or the model of another `method`; None where it has none.
+        num_speculative_tokens: most drafts of a step; 0 means no speculation, None
+            leaves it to the method.
+        method: vLLM's name of the speculative method.
+    """
 
     target: str
     head: str | None = None
-    num_speculative_tokens: int = 0
+    num_speculative_tokens: int | None = 0
+    method: str = "eagle3"
     dtype: str = "bfloat16"
     max_model_len: int = 2048
     max_num_seqs: int = 16

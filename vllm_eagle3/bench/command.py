@@ -8,8 +8,8 @@ from rich.console import Console
 
 from vllm_eagle3.bench.launch import available_cores
 from vllm_eagle3.bench.plan import BenchOptions, BenchPlan, make_plan
-from vllm_eagle3.bench.report import ProgressWatcher, results_table, verdict
-from vllm_eagle3.bench.results import Record, make_results, write_json
+from vllm_eagle3.bench.report import LiveTable, notes, results_table, verdict
+from vllm_eagle3.bench.results import FILE_NAME, Record, make_results, write_json
 from vllm_eagle3.bench.runs import run_bench
 from vllm_eagle3.config import AUTO_CHAIN
 from vllm_eagle3.engine import EngineMode
@@ -20,7 +20,8 @@ DEMO_TOKENS = 64
 # torch.compile takes minutes for three engines, longer than all the demo's replies.
 DEMO_MODE = EngineMode(enforce_eager=True)
 _DEMO_FIELDS = (
-    *("tokens_per_s", "speed_up", "acceptance_length", "new_tokens", "seconds"),
+    *("tokens_per_s", "speed_up", "speed_up_interval", "repeats_needed"),
+    *("acceptance_length", "new_tokens", "seconds"),
     *("prompts", "identical", "near_ties", "different"),
 )
 
@@ -37,12 +38,13 @@ def run_bench_command(options: BenchOptions, engine: str, console: Console) -> R
     """
     plan = make_plan(options)
     _announce(plan, console)
-    with ProgressWatcher(plan, console) as watcher:
+    with LiveTable(plan, console) as watcher:
         runs = run_bench(plan, engine, watcher)
     results = make_results(plan, runs)
-    write_json(options.out / "results.json", results)
+    write_json(options.out / FILE_NAME, results)
     console.print(results_table(results["runs"]))
-    console.print(verdict(results["runs"]), highlight=False)
+    for line in (*notes(results["runs"]), verdict(results["runs"])):
+        console.print(line, highlight=False)
     return results
 
 
@@ -71,6 +73,7 @@ def run_demo_command(
         prompts=(str(DEMO_PROMPTS),),
         out=out.with_name(f"{out.stem}_run"),
         methods=DEMO_METHODS,
+        controls=False,
         max_tokens=DEMO_TOKENS,
         mode=DEMO_MODE,
     )

@@ -21,14 +21,14 @@ SIXTEEN_BIT = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two runs of a prompt part.
+    """The first place where two runs of a request part.
 
     `plain` and `other` are the tokens there, None past the end of a reply; `gap` is
     how much likelier the plain run held its own token, in nats, None where the other
     token was not among its two best.
     """
 
-    prompt: int
+    request: int
     position: int
     plain: int | None
     other: int | None
@@ -38,7 +38,7 @@ class Difference:
 def first_differences(
     plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
 ) -> list[Difference]:
-    """One entry per prompt whose token ids differ; both runs hold the same prompts."""
+    """One entry per request whose token ids differ; both runs hold the same ones."""
     differences = []
     for index, (a, b) in enumerate(zip(plain, other, strict=True)):
         if tuple(a) != tuple(b):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_eagle3.bench.methods import Method, parse_methods
+from vllm_eagle3 import embedded
+from vllm_eagle3.bench.methods import Method, parse_methods, with_controls
+from vllm_eagle3.bench.workload import PromptBatch, make_batches, task_names
 from vllm_eagle3.embedded import resolve_head, resolve_target
-from vllm_eagle3.engine import EngineMode, EngineSpec
-from vllm_eagle3.prompts import Prompt, first_turn_ids, read_prompt_files
+from vllm_eagle3.engine import EngineMode, EngineSpec, Sampling
+from vllm_eagle3.prompts import Prompt, first_turn_ids, read_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,11 +30,13 @@ class BenchOptions:
     head: str | None
     prompts: tuple[str, ...]
     out: Path
-    methods: str = "off,chain:3,ours:auto"
+    methods: str = "ours:auto"
+    controls: bool = True
     limit: int | None = None
     batch: str = "1"
-    temperature: float = 0.0
+    temperature: str | float = "0"
     max_tokens: int = 96
+    ignore_eos: bool = False
     repeats: int = 1
     dtype: str = "bfloat16"
     max_model_len: int = 2048
@@ -40,30 +44,54 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What all methods are measured at before the next one: a row of the results."""
+
+    temperature: float
+    batch_size: int
+
+
+@dataclass(frozen=True)
 class BenchPlan:
     """Checked options: everything that the runs need, and nothing that can be wrong.
 
-    `prompt_ids` are the token ids of first turns in the target's chat template.
+    `prompt_ids` are the token ids of first turns in the target's chat template, and
+    `tasks` what each prompt is about.
     """
 
     options: BenchOptions
     target: Path
     head: Path | None
     methods: tuple[Method, ...]
-    batch_sizes: tuple[int, ...]
+    settings: tuple[Setting, ...]
     prompt_ids: tuple[tuple[int, ...], ...]
+    tasks: tuple[str, ...]
 
     def engine_spec(self, method: Method) -> EngineSpec:
-        """The engine of a method."""
+        """The engine of a method, large enough for every batch size."""
+        head = str(self.head) if method.uses_head else method.model
         return EngineSpec(
             target=str(self.target),
-            head=str(self.head) if method.speculates else None,
+            head=head if method.speculates else None,
             num_speculative_tokens=method.num_speculative_tokens,
+            method=method.stock,
             dtype=self.options.dtype,
             max_model_len=self.options.max_model_len,
-            max_num_seqs=max(self.batch_sizes),
+            max_num_seqs=max(setting.batch_size for setting in self.settings),
             mode=self.options.mode,
             options=method.options,
+        )
+
+    def batches(self, setting: Setting) -> tuple[PromptBatch, ...]:
+        """What runs together at a setting."""
+        return make_batches(self.tasks, setting.batch_size)
+
+    def sampling(self, setting: Setting) -> Sampling:
+        """How replies are sampled at a setting."""
+        return Sampling(
+            setting.temperature,
+            self.options.max_tokens,
+            ignore_eos=self.options.ignore_eos,
         )
 
 
@@ -74,20 +102,72 @@ def make_plan(options: BenchOptions) -> BenchPlan:
         ValueError: naming the option, what came, what is wanted.
     """
     methods = parse_methods(options.methods)
-    batch_sizes = _parse_batch_sizes(options.batch)
+    if options.controls:
+        methods = with_controls(methods, has_head=options.head is not None)
+    settings = _parse_settings(options)
     _check_numbers(options)
-    prompts = read_prompt_files(options.prompts, options.limit)
+    files = _read_files(options)
+    prompts = [prompt for _, group in files for prompt in group]
     _make_writable(options.out)
     head = None
-    if any(method.speculates for method in methods):
+    if any(method.uses_head for method in methods):
         if options.head is None:
-            raise ValueError("head: got none, want one for every method but 'off'")
+            needing = ", ".join(m.name for m in methods if m.uses_head)
+            raise ValueError(f"head: got none, want one for {needing}")
         head = resolve_head(options.head)
     target = resolve_target(options.target)
-    prompt_ids = tuple(tuple(ids) for ids in _tokenize(prompts, target))
-    plan = BenchPlan(options, target, head, methods, batch_sizes, prompt_ids)
+    plan = BenchPlan(
+        options,
+        target,
+        head,
+        tuple(map(_with_resolved_model, methods)),
+        settings,
+        tuple(tuple(ids) for ids in _tokenize(prompts, target)),
+        task_names(files),
+    )
     _check_lengths(plan, prompts)
     return plan
+
+
+def _with_resolved_model(method: Method) -> Method:
+    if method.model is None:
+        return method
+    if method.model in embedded.NAMES:
+        return replace(method, model=str(embedded.target_path(method.model)))
+    if not (Path(method.model) / "config.json").is_file():
+        raise ValueError(
+            f"methods: {method.name}: {method.model} has no config.json; give the "
+            "folder of its model"
+        )
+    return method
+
+
+def _read_files(options: BenchOptions) -> list[tuple[str, list[Prompt]]]:
+    if not options.prompts:
+        raise ValueError("prompts: got no files, want at least one")
+    return [(path, read_prompts(path, options.limit)) for path in options.prompts]
+
+
+def _parse_settings(options: BenchOptions) -> tuple[Setting, ...]:
+    return tuple(
+        Setting(temperature, batch_size)
+        for temperature in _parse_temperatures(str(options.temperature))
+        for batch_size in _parse_batch_sizes(options.batch)
+    )
+
+
+def _parse_temperatures(text: str) -> tuple[float, ...]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    # A NaN fails every comparison, so what is right is asked for.
+    if not values or not all(0.0 <= value <= MAX_TEMPERATURE for value in values):
+        raise ValueError(
+            f"temperature: got {text!r}, want 0 (greedy) to {MAX_TEMPERATURE:g}, "
+            "one or several, as in 0,1"
+        )
+    return tuple(dict.fromkeys(values))
 
 
 def _parse_batch_sizes(text: str) -> tuple[int, ...]:
@@ -98,12 +178,6 @@ def _parse_batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def _check_numbers(options: BenchOptions) -> None:
-    # A NaN fails every comparison, so what is right is asked for.
-    if not 0.0 <= options.temperature <= MAX_TEMPERATURE:
-        raise ValueError(
-            f"temperature: got {options.temperature}, want 0 (greedy) to "
-            f"{MAX_TEMPERATURE}"
-        )
     for name in ("max_tokens", "repeats", "max_model_len"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}: got {getattr(options, name)}, want 1 or more")

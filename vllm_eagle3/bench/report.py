@@ -1,24 +1,21 @@
-"""Showing a benchmark: progress while it runs, a table and a verdict at the end."""
+"""Showing a benchmark: a live table while it runs, tables and a verdict at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.live import Live
 from rich.table import Table
 
+from vllm_eagle3.acceptance import acceptance_length
 from vllm_eagle3.bench.methods import Method
-from vllm_eagle3.bench.plan import BenchPlan
+from vllm_eagle3.bench.plan import BenchPlan, Setting
 from vllm_eagle3.bench.process import Timed
+from vllm_eagle3.bench.runs import Repeat
 
 Record = dict[str, Any]
 
@@ -28,39 +25,39 @@ NOTABLE = 0.03
 _LINES_WITHOUT_TERMINAL = 10
 
 
-class ProgressWatcher:
-    """A `Watcher` that shows a bar per method, or a few lines where output is a file.
+@dataclass
+class _Row:
+    """What is known of a method at the current setting."""
 
-    Use as a context manager around `run_bench`.
+    state: str = "starting"
+    so_far: Repeat = field(default_factory=Repeat)
+
+
+class LiveTable:
+    """A `Watcher` that shows a table, or a few lines where output is a file.
+
+    The table has no speed-ups: those are for the end, when it is known how far they
+    can be trusted. Use as a context manager around `run_bench`.
     """
 
     def __init__(self, plan: BenchPlan, console: Console) -> None:
+        self._plan = plan
         self._console = console
-        self._total = sum(
-            plan.options.repeats * -(-len(plan.prompt_ids) // size)
-            for size in plan.batch_sizes
-        )
-        self._seconds = dict.fromkeys((m.name for m in plan.methods), 0.0)
-        self._tokens = dict.fromkeys(self._seconds, 0)
-        self._done = dict.fromkeys(self._seconds, 0)
-        self._progress = Progress(
-            TextColumn("{task.description:<16}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]}"),
-            TimeElapsedColumn(),
+        self._setting = plan.settings[0]
+        self._rows = {method.name: _Row() for method in plan.methods}
+        self._live = Live(
+            get_renderable=self._table,
             console=console,
-            disable=not console.is_terminal,
+            refresh_per_second=4,
+            transient=True,
+            auto_refresh=console.is_terminal,
         )
-        self._tasks = {
-            name: self._progress.add_task(name, total=self._total, speed="starting")
-            for name in self._seconds
-        }
 
-    def __enter__(self) -> ProgressWatcher:
-        self._progress.start()
-        names = ", ".join(self._seconds)
+    def __enter__(self) -> LiveTable:
+        names = ", ".join(self._rows)
         self._console.print(f"starting engines: {names}", highlight=False)
+        if self._console.is_terminal:
+            self._live.start()
         return self
 
     def __exit__(
@@ -69,77 +66,122 @@ class ProgressWatcher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        if self._console.is_terminal:
+            self._live.stop()
 
     def started(self, method: Method, seconds: float) -> None:
-        self._progress.update(self._tasks[method.name], speed="ready")
+        self._rows[method.name].state = "ready"
         self._say(f"{method.name}: engine ready after {seconds:.0f} s")
 
-    def measured(self, method: Method, timed: Timed) -> None:
-        name = method.name
-        self._seconds[name] += timed.seconds
-        self._tokens[name] += timed.new_tokens
-        self._done[name] += 1
-        speed = f"{self._tokens[name] / self._seconds[name]:.1f} tokens/s"
-        self._progress.update(self._tasks[name], advance=1, speed=speed)
-        every = max(1, self._total // _LINES_WITHOUT_TERMINAL)
-        if self._done[name] % every == 0 or self._done[name] == self._total:
-            self._say(f"{name}: {self._done[name]}/{self._total}, {speed}")
+    def entering(self, setting: Setting) -> None:
+        self._setting = setting
+        self._total = self._plan.options.repeats * len(self._plan.batches(setting))
+        self._rows = {name: _Row("warming up") for name in self._rows}
+        self._say(setting_name(setting.temperature, setting.batch_size))
 
-    def checking(self, num_prompts: int) -> None:
-        if num_prompts:
+    def measured(self, method: Method, timed: Timed) -> None:
+        row = self._rows[method.name]
+        row.so_far.batches.append(timed)
+        done = len(row.so_far.batches)
+        row.state = f"{done}/{self._total}"
+        every = max(1, self._total // _LINES_WITHOUT_TERMINAL)
+        if done % every == 0 or done == self._total:
+            speed = f"{row.so_far.tokens_per_s:.1f} tokens/s"
+            self._say(f"{method.name}: {row.state}, {speed}")
+
+    def checking(self, num_requests: int) -> None:
+        if num_requests:
             self._console.print(
-                f"not the tokens of off: {num_prompts} of the prompts; looking closer",
+                f"not the tokens of off: {num_requests} of the requests; "
+                "looking closer",
                 highlight=False,
             )
+
+    def _table(self) -> Table:
+        setting = self._setting
+        table = Table(title=setting_name(setting.temperature, setting.batch_size))
+        table.add_column("method")
+        for heading in ("batches", "tokens/s", "acceptance length", "seconds"):
+            table.add_column(heading, justify="right")
+        for name, row in self._rows.items():
+            so_far = row.so_far
+            length = acceptance_length(so_far.counts)
+            table.add_row(
+                name,
+                row.state,
+                f"{so_far.tokens_per_s:.1f}" if so_far.batches else "-",
+                "-" if length is None else f"{length:.2f}",
+                f"{so_far.seconds:.0f}" if so_far.batches else "-",
+            )
+        return table
 
     def _say(self, line: str) -> None:
         if not self._console.is_terminal:
             self._console.print(line, highlight=False)
 
 
+def setting_name(temperature: float, batch_size: int) -> str:
+    return f"temperature {temperature:g}, batch {batch_size}"
+
+
 def results_table(runs: Sequence[Record]) -> Table:
-    """One row per run; ranges are over repeats."""
+    """One row per run; ranges are over repeats, intervals of 95%."""
     table = Table(title=_conditions(runs[0]))
     table.add_column("method")
-    for heading in ("batch", "tokens/s", "speed-up", "acceptance length"):
+    for heading in ("T", "batch", "tokens/s", "speed-up", "acceptance length"):
         table.add_column(heading, justify="right")
     table.add_column("same text as off")
-    for run in runs:
+    for index, run in enumerate(runs):
         length = run["acceptance_length"]
         table.add_row(
             run["method"],
+            f"{run['temperature']:g}",
             str(run["batch"]),
             _with_range(run["tokens_per_s"], run["tokens_per_s_range"], ".1f"),
-            _with_range(run.get("speed_up"), run.get("speed_up_range"), ".2f"),
+            speed_up_text(run),
             "-" if length is None else f"{length:.2f}",
-            _identity(run),
+            identity_text(run),
+            end_section=_ends_setting(runs, index),
         )
     return table
 
 
+def _ends_setting(runs: Sequence[Record], index: int) -> bool:
+    following = runs[index + 1 : index + 2]
+    return any(_setting_of(run) != _setting_of(runs[index]) for run in following)
+
+
+def _setting_of(run: Record) -> tuple[float, int]:
+    return run["temperature"], run["batch"]
+
+
 def _conditions(run: Record) -> str:
     return (
-        f"{run['prompts']} prompts, temperature {run['temperature']:g}, "
-        f"up to {run['max_tokens']} new tokens, {run['dtype']}"
+        f"{run['prompts']} prompts, up to {run['max_tokens']} new tokens, "
+        f"{run['dtype']}"
     )
 
 
-def _with_range(
-    value: float | None, ends: Sequence[float] | None, precision: str
-) -> str:
-    if value is None or ends is None:
-        return "-"
+def _with_range(value: float, ends: Sequence[float], precision: str) -> str:
     text = f"{value:{precision}}"
     if ends[0] == ends[1]:
         return text
     return f"{text} ({ends[0]:{precision}}..{ends[1]:{precision}})"
 
 
-def _identity(run: Record) -> str:
+def speed_up_text(run: Record) -> str:
+    """A speed-up with its interval, or why there is none."""
+    if run.get("speed_up") is None:
+        needed = run.get("repeats_needed")
+        return "-" if needed is None else f"too noisy: --repeats {needed}"
+    return _with_range(run["speed_up"], run["speed_up_interval"], ".2f")
+
+
+def identity_text(run: Record) -> str:
+    """How many requests gave the tokens of the plain run."""
     if run.get("identical") is None:
         return "-"
-    text = f"{run['identical']} of {run['prompts']}"
+    text = f"{run['identical']} of {run['requests']}"
     if run["near_ties"]:
         text += f", {run['near_ties']} near-tie" + "s" * (run["near_ties"] > 1)
     if run["different"]:
@@ -147,17 +189,37 @@ def _identity(run: Record) -> str:
     return text
 
 
+def notes(runs: Sequence[Record]) -> list[str]:
+    """What a reader of the table has to know; nothing where all is well."""
+    lines = []
+    needed = [run["repeats_needed"] for run in runs if run.get("repeats_needed")]
+    if needed:
+        lines.append(
+            f"{len(needed)} speed-ups are not shown: from so few measurements they "
+            f"would be noise. --repeats {max(needed)} gives all of them."
+        )
+    uneven = [run for run in runs if run.get("token_counts_equal") is False]
+    if uneven:
+        names = ", ".join(sorted({run["method"] for run in uneven}))
+        lines.append(
+            f"Not as many tokens as off in some batches of {names}: a near-tie can "
+            "move the end of a reply. --ignore-eos makes all replies equally long."
+        )
+    return lines
+
+
 def verdict(runs: Sequence[Record]) -> str:
-    """One line on whether the best speculative method pays; '' without a plain run."""
+    """One line on whether the best speculative method pays; '' if nothing is known."""
     candidates = [r for r in runs if "identical" in r and r.get("speed_up")]
     if not candidates:
         return ""
     best = max(candidates, key=lambda run: run["speed_up"])
+    low, high = best["speed_up_interval"]
     speed_up = best["speed_up"]
     what = f"{best['method']} at batch {best['batch']}"
-    if speed_up > 1 + NOTABLE:
+    if low > 1 and speed_up > 1 + NOTABLE:
         return f"Speculation pays here: {what} is {speed_up:.2f} times as fast as off."
-    if speed_up < 1 - NOTABLE:
+    if high < 1 and speed_up < 1 - NOTABLE:
         return (
             f"Speculation does not pay here: the best, {what}, runs at "
             f"{speed_up:.2f} times the speed of off."

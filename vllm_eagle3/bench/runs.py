@@ -1,14 +1,17 @@
 """Running a plan: one process per method, all loaded, interleaved batch by batch.
 
-    for repeat, for batch of prompts, for method:  generate, alone on the machine
+    for setting, for repeat, for batch of prompts, for method:
+        generate, alone on the machine
 
 so that drift of the machine (heat, neighbours, clock) hits all methods alike. The
-order of the methods rotates, so that none always follows the same one.
+order of the methods rotates, so that none always follows the same one. Engines start
+once, large enough for the largest batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -21,14 +24,14 @@ from vllm_eagle3.bench.identity import (
 )
 from vllm_eagle3.bench.launch import worker_environ
 from vllm_eagle3.bench.methods import Method
-from vllm_eagle3.bench.plan import BenchPlan
+from vllm_eagle3.bench.plan import BenchPlan, Setting
 from vllm_eagle3.bench.process import Timed, WorkerProcess
+from vllm_eagle3.bench.workload import PromptBatch
 from vllm_eagle3.engine import Generation, Sampling
 
 WARM_UP_TOKENS = 16
 
 Workers = Mapping[str, WorkerProcess]  # method name -> its process
-Batch = tuple[tuple[int, ...], ...]  # token ids of prompts that run together
 
 
 class Watcher(Protocol):
@@ -36,43 +39,58 @@ class Watcher(Protocol):
 
     def started(self, method: Method, seconds: float) -> None: ...
 
+    def entering(self, setting: Setting) -> None: ...
+
     def measured(self, method: Method, timed: Timed) -> None: ...
 
-    def checking(self, num_prompts: int) -> None: ...
+    def checking(self, num_requests: int) -> None: ...
 
 
 @dataclass
 class Repeat:
-    """All prompts once through one method."""
+    """All batches once through one method."""
 
-    seconds: float = 0.0
-    new_tokens: int = 0
-    counts: DraftCounts = field(default_factory=DraftCounts)
-    token_ids: list[tuple[int, ...]] = field(default_factory=list)
+    batches: list[Timed] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(timed.seconds for timed in self.batches)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(timed.new_tokens for timed in self.batches)
+
+    @property
+    def counts(self) -> DraftCounts:
+        return total_counts(self.batches)
 
     @property
     def tokens_per_s(self) -> float:
         return self.new_tokens / self.seconds
 
-    def add(self, timed: Timed) -> None:
-        self.seconds += timed.seconds
-        self.new_tokens += timed.new_tokens
-        self.counts += timed.counts
-        self.token_ids += [g.token_ids for g in timed.generations]
+    @property
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """New tokens of every request, in order."""
+        return [g.token_ids for timed in self.batches for g in timed.generations]
+
+
+def total_counts(batches: Iterable[Timed]) -> DraftCounts:
+    return sum((timed.counts for timed in batches), DraftCounts())
 
 
 @dataclass
 class MethodRun:
-    """One method at one batch size; `differences` None where there is no plain run."""
+    """One method at one setting; `differences` None where there is no plain run."""
 
     method: Method
-    batch_size: int
+    setting: Setting
+    batches: tuple[PromptBatch, ...]
     repeats: list[Repeat]
     differences: list[Difference] | None = None
 
 
 def run_bench(plan: BenchPlan, engine: str, watcher: Watcher) -> list[MethodRun]:
-    """Start the engines, measure all batch sizes, compare the texts.
+    """Start the engines, measure at every setting, compare the texts.
 
     Args:
         engine: `module:class`, see `bench.worker`.
@@ -91,8 +109,9 @@ def run_bench(plan: BenchPlan, engine: str, watcher: Watcher) -> list[MethodRun]
         for method in plan.methods:
             watcher.started(method, workers[method.name].wait_started())
         runs = []
-        for batch_size in plan.batch_sizes:
-            runs += _run_batch_size(plan, workers, batch_size, watcher)
+        for setting in plan.settings:
+            watcher.entering(setting)
+            runs += _run_setting(plan, workers, setting, watcher)
         return runs
 
 
@@ -101,40 +120,50 @@ def _spawn(plan: BenchPlan, method: Method, engine: str) -> WorkerProcess:
         method.name,
         engine,
         worker_environ(method, plan.options.mode),
-        plan.options.out / f"{method.name.replace(':', '-')}.log",
+        plan.options.out / log_name(method),
     )
 
 
-def _run_batch_size(
-    plan: BenchPlan, workers: Workers, batch_size: int, watcher: Watcher
+def log_name(method: Method) -> str:
+    """The log of a method's process; a model's path in its name becomes dashes."""
+    return re.sub(r"[^\w.]+", "-", method.name) + ".log"
+
+
+def _run_setting(
+    plan: BenchPlan, workers: Workers, setting: Setting, watcher: Watcher
 ) -> list[MethodRun]:
-    options = plan.options
-    sampling = Sampling(options.temperature, options.max_tokens)
-    batches = _batches(plan.prompt_ids, batch_size)
-    warm_up = replace(sampling, max_tokens=min(WARM_UP_TOKENS, options.max_tokens))
-    for worker in workers.values():
-        worker.generate(batches[0], warm_up)
+    sampling = plan.sampling(setting)
+    batches = plan.batches(setting)
+    _warm_up(plan, workers, batches[0], sampling)
     runs = {
-        method.name: MethodRun(method, batch_size, [Repeat() for _ in _times(plan)])
-        for method in plan.methods
+        method.name: MethodRun(method, setting, batches, []) for method in plan.methods
     }
-    for repeat in _times(plan):
+    for repeat in range(plan.options.repeats):
+        for run in runs.values():
+            run.repeats.append(Repeat())
         for index, batch in enumerate(batches):
-            for method in _rotated(plan.methods, index):
-                timed = workers[method.name].generate(batch, sampling)
-                runs[method.name].repeats[repeat].add(timed)
+            for method in _rotated(plan.methods, repeat + index):
+                timed = _generate(plan, workers[method.name], batch, sampling)
+                runs[method.name].repeats[-1].batches.append(timed)
                 watcher.measured(method, timed)
-    if options.temperature == 0 and "off" in runs:
-        _compare(runs, workers["off"], batches, sampling, watcher)
+    if setting.temperature == 0 and "off" in runs:
+        _compare(plan, runs, workers["off"], watcher)
     return list(runs.values())
 
 
-def _times(plan: BenchPlan) -> range:
-    return range(plan.options.repeats)
+def _warm_up(
+    plan: BenchPlan, workers: Workers, batch: PromptBatch, sampling: Sampling
+) -> None:
+    few = min(WARM_UP_TOKENS, sampling.max_tokens)
+    for worker in workers.values():
+        _generate(plan, worker, batch, replace(sampling, max_tokens=few))
 
 
-def _batches(prompts: Sequence[tuple[int, ...]], size: int) -> list[Batch]:
-    return [tuple(prompts[i : i + size]) for i in range(0, len(prompts), size)]
+def _generate(
+    plan: BenchPlan, worker: WorkerProcess, batch: PromptBatch, sampling: Sampling
+) -> Timed:
+    prompts = [plan.prompt_ids[index] for index in batch.prompts]
+    return worker.generate(prompts, sampling)
 
 
 def _rotated(methods: tuple[Method, ...], by: int) -> tuple[Method, ...]:
@@ -143,50 +172,47 @@ def _rotated(methods: tuple[Method, ...], by: int) -> tuple[Method, ...]:
 
 
 def _compare(
+    plan: BenchPlan,
     runs: Mapping[str, MethodRun],
-    off: WorkerProcess,
-    batches: Sequence[Batch],
-    sampling: Sampling,
+    worker: WorkerProcess,
     watcher: Watcher,
 ) -> None:
     """Fill in `differences`; repeats the plain run untimed for those that differ."""
-    plain = runs["off"].repeats[0].token_ids
+    off = runs["off"]
+    plain = off.repeats[0].token_ids
     found = {
         name: first_differences(plain, run.repeats[0].token_ids)
         for name, run in runs.items()
         if name != "off"
     }
-    differing = {d.prompt for differences in found.values() for d in differences}
+    differing = {d.request for differences in found.values() for d in differences}
     watcher.checking(len(differing))
-    again = _plain_again(differing, off, batches, sampling)
+    again = _plain_again(plan, differing, off, worker)
     for name, differences in found.items():
         runs[name].differences = [
-            replace(d, gap=_gap(d, again[d.prompt], plain[d.prompt]))
+            replace(d, gap=_gap(d, again[d.request], plain[d.request]))
             for d in differences
         ]
 
 
 def _plain_again(
-    prompts: set[int],
-    off: WorkerProcess,
-    batches: Sequence[Batch],
-    sampling: Sampling,
+    plan: BenchPlan, requests: set[int], off: MethodRun, worker: WorkerProcess
 ) -> dict[int, Generation]:
-    """The plain run's batches that hold these prompts, with two log-probabilities.
+    """The plain run's batches that hold these requests, with two log-probabilities.
 
     Whole batches, because what runs together decides how sums are rounded.
     """
-    size = len(batches[0])
-    with_logprobs = replace(sampling, top_logprobs=2)
+    size = off.setting.batch_size
+    with_logprobs = replace(plan.sampling(off.setting), top_logprobs=2)
     again: dict[int, Generation] = {}
-    for index in sorted({prompt // size for prompt in prompts}):
-        generations = off.generate(batches[index], with_logprobs).generations
-        again.update(enumerate(generations, start=index * size))
+    for index in sorted({request // size for request in requests}):
+        timed = _generate(plan, worker, off.batches[index], with_logprobs)
+        again.update(enumerate(timed.generations, start=index * size))
     return again
 
 
 def _gap(
-    difference: Difference, again: Generation, plain: tuple[int, ...]
+    difference: Difference, again: Generation, plain: Sequence[int]
 ) -> float | None:
     end = difference.position + 1
     if again.token_ids[:end] != plain[:end]:

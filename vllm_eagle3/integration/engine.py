@@ -97,15 +97,20 @@ def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if spec.mode.block_size is not None:
         arguments["block_size"] = spec.mode.block_size
-    if spec.head is not None:
-        arguments["speculative_config"] = {
-            "method": "eagle3",
-            "model": spec.head,
-            "num_speculative_tokens": spec.num_speculative_tokens,
-        }
+    if spec.num_speculative_tokens != 0:
+        arguments["speculative_config"] = _speculative_config(spec)
     if spec.options:
         arguments["additional_config"] = {"vllm_eagle3": dict(spec.options)}
     return arguments
+
+
+def _speculative_config(spec: EngineSpec) -> dict[str, Any]:
+    config = {
+        "method": spec.method,
+        "model": spec.head,
+        "num_speculative_tokens": spec.num_speculative_tokens,
+    }
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _has_tokenizer(target: str) -> bool:
