@@ -23,7 +23,7 @@ _CONTEXT_UNIT = 1000.0  # tokens
 # its output layer beside a target of some tens of layers. Wide, and soon forgotten.
 _PRIOR_MEAN = np.concatenate([1 + KNOTS / 100, [0.02, 0.05, 0.06, 0.002]])
 _COMMON_SD = 0.3  # of everything together
-_KNOT_SD = 0.15  # from one knot to the next
+_KNOT_SD = 0.5  # from one knot to the next
 _TERM_SD = (0.02, 0.05, 0.06, 0.004)
 
 _NOISE = 0.1  # of a step's time
