@@ -57,12 +57,57 @@ def test_round_trip(
 def test_convert_keeps_the_head(
     source: str, layout: str, tmp_path: Path, small_target: Path, save_head: SaveHead
 ) -> None:
-    folder = save_head("everything", source)
+    folder = save_head("reduced_vocab", source)
     convert_head(folder, tmp_path / "converted", layout, small_target)
     loaded = read_head(tmp_path / "converted", small_target)
     assert loaded.layout == layout
     assert loaded.provenance["converted_from"] == source
-    assert_same_head(loaded.head, make_head(**VARIANTS["everything"])[0])
+    assert_same_head(loaded.head, make_head(**VARIANTS["reduced_vocab"])[0])
+    convert_head(tmp_path / "converted", tmp_path / "back", source, small_target)
+    there, back = (
+        load_file(f / "model.safetensors") for f in (folder, tmp_path / "back")
+    )
+    assert there.keys() == back.keys()
+    assert all(torch.equal(there[name], back[name]) for name in there)
+    before, after = config_of(folder), config_of(tmp_path / "back")
+    assert before.pop("vllm_eagle3") != after.pop("vllm_eagle3")
+    assert before == after
+
+
+EXPRESSIBLE = {
+    "plain": LAYOUTS,
+    "norm_before_residual": ("speculators",),
+    "norm_before_fc": ("speculators",),
+    "fc_norm": ("specforge", "speculators"),
+    "norm_output": ("specforge", "speculators"),
+    "two_layers": ("speculators",),
+    "attention_bias": ("speculators",),
+    "logit_scale": (),
+    "five_taps": ("specforge", "speculators"),
+    "head_dim": ("specforge", "speculators"),
+    "linear_rope": LAYOUTS,
+    "llama3_rope": ("specforge", "speculators"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", EXPRESSIBLE)
+def test_convert_refuses_what_the_layouts_program_would_ignore(
+    variant: str, layout: str, tmp_path: Path, small_target: Path, save_head: SaveHead
+) -> None:
+    folder = save_head(variant, "speculators")
+    if layout in EXPRESSIBLE[variant]:
+        convert_head(folder, tmp_path / "converted", layout, small_target)
+        loaded = read_head(tmp_path / "converted", small_target)
+        assert_same_head(loaded.head, make_head(**VARIANTS[variant])[0])
+        return
+    field = {"two_layers": "num_hidden_layers", "five_taps": "taps"}.get(
+        variant, variant
+    )
+    field = "rope_type" if "rope" in field else field
+    with pytest.raises(ValueError, match=f"{layout} cannot express {field}"):
+        convert_head(folder, tmp_path / "converted", layout, small_target)
+    assert not (tmp_path / "converted").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -14,8 +14,11 @@ read n features of its own).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -113,3 +116,28 @@ def wilson_rate(successes: int, trials: int, confidence: float = 0.95) -> Rate:
     low = 0.0 if successes == 0 else max(0.0, centre - half)
     high = 1.0 if successes == trials else min(1.0, centre + half)
     return Rate(successes, trials, low, high)
+
+
+def acceptance_length_interval(
+    samples: Sequence[DraftCounts], confidence: float = 0.95, resamples: int = 2000
+) -> tuple[float, float] | None:
+    """Interval of the acceptance length over independent texts; None at no drafts.
+
+    A percentile bootstrap (Efron 1979) that draws whole texts, because the steps of
+    one text resemble each other. Its draws are fixed, so that a figure repeats.
+
+    Args:
+        samples: counters of each text.
+    """
+    accepted = np.array([counts.accepted_tokens for counts in samples])
+    drafts = np.array([counts.drafts for counts in samples])
+    if drafts.sum() == 0:
+        return None
+    draws = np.random.default_rng(0).integers(
+        len(samples), size=(resamples, len(samples))
+    )
+    totals = drafts[draws].sum(1)
+    lengths = 1 + accepted[draws].sum(1)[totals > 0] / totals[totals > 0]
+    tails = (1 - confidence) / 2
+    low, high = np.quantile(lengths, [tails, 1 - tails])
+    return float(low), float(high)

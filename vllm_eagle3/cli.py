@@ -22,6 +22,8 @@ from vllm_eagle3.bench.methods import CONTROLS, KNOWN_METHODS
 from vllm_eagle3.bench.plan import BenchOptions
 from vllm_eagle3.bench.process import WorkerError
 from vllm_eagle3.engine import EngineMode, Sampling
+from vllm_eagle3.head_io import convert_head
+from vllm_eagle3.head_layouts import LAYOUTS
 
 app = typer.Typer(
     help="EAGLE-3 speculative decoding for stock vLLM: serve, train, measure.",
@@ -103,6 +105,25 @@ def doctor_command(
 
 
 @app.command()
+def convert(
+    head: Annotated[str, typer.Argument(help=_HEAD_HELP)],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(LAYOUTS)}.")],
+    target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
+) -> None:
+    """Write a head in the layout of another program."""
+    loaded = convert_head(
+        embedded.resolve_head(head),
+        out,
+        to,
+        None if target is None else embedded.resolve_target(target),
+    )
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    print(f"{out}: {to}, from {loaded.layout}")
+
+
+@app.command()
 def bench(
     target: Annotated[str, typer.Option(help=_TARGET_HELP)],
     out: Annotated[Path, typer.Option(help="Folder for results.json and logs.")],
@@ -174,6 +195,43 @@ def demo(
 ) -> None:
     """See speculation at work: a few prompts, with and without it, then a table."""
     run_demo_command(target, head, out, _ENGINE, Console())
+
+
+@app.command(name="eval")
+def eval_command(
+    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
+    head: Annotated[str, typer.Option(help=_HEAD_HELP)],
+    prompts: Annotated[
+        list[str], typer.Option(help="Prompt files: .jsonl, .json or plain text.")
+    ],
+    more_prompts: Annotated[
+        list[str] | None, typer.Argument(help="More prompt files.", show_default=False)
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="First N of each file.")] = None,
+    draft_tokens: Annotated[int, typer.Option(help="Length of the chain.")] = 5,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 96,
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16, float32.")
+    ] = "bfloat16",
+    max_model_len: Annotated[int, typer.Option(help="Context of the engines.")] = 2048,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict a head's acceptance from plain texts; measure the same in the engine."""
+    from vllm_eagle3.evaluation.command import EvalOptions, run_eval_command
+
+    options = EvalOptions(
+        target=target,
+        head=head,
+        prompts=(*prompts, *(more_prompts or ())),
+        limit=limit,
+        draft_tokens=draft_tokens,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        max_model_len=max_model_len,
+    )
+    run_eval_command(options, _ENGINE, Console(stderr=as_json), as_json)
 
 
 data_app = typer.Typer(help="Training data: the target's own words.")

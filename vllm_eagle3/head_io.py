@@ -40,6 +40,7 @@ from vllm_eagle3.head_layouts import (
     require_layout,
     stored_name,
 )
+from vllm_eagle3.head_limits import require_expressible
 from vllm_eagle3.head_meaning import Finding, HeadMeaning
 from vllm_eagle3.head_reading import read_meaning
 from vllm_eagle3.head_serving import HeadFit, fit_head, serving_overrides
@@ -205,13 +206,15 @@ def convert_head(
             embedding, which is left out only if it equals the target's.
 
     Raises:
-        ValueError: what `read_head` refuses, or an embedding that cannot be left out.
+        ValueError: what `read_head` refuses, an embedding that cannot be left out, or
+            a field that the layout has no word for (see `head_limits`).
     """
-    require_layout(layout)
+    chosen = require_layout(layout)
     loaded = read_head(src, target)
     if loaded.embed_tokens is not None:
         _require_shared_embedding(loaded.embed_tokens, target)
     config = None if target is None else target_config_of(target)
+    require_expressible(loaded.config, chosen, config)
     provenance = loaded.provenance | {"converted_from": loaded.layout}
     write_head(dst, loaded.head, loaded.vocab, layout, config, provenance)
     return loaded

@@ -1,0 +1,146 @@
+"""The command `eval`: predict acceptance from texts, then measure it in the engine."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress as Bars
+
+from ..bench.plan import BenchOptions, BenchPlan, make_plan
+from ..engine import EngineMode, Sampling
+from .predict import Predictor
+from .results import Judged, Record, make_results, results_table
+from .texts import Observed, observe
+from .walk import everywhere, walk
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The options of `vllm-eagle3 eval`, as typed."""
+
+    target: str
+    head: str
+    prompts: tuple[str, ...]
+    limit: int | None = None
+    draft_tokens: int = 5
+    temperature: float = 0.0
+    max_tokens: int = 96
+    dtype: str = "bfloat16"
+    max_model_len: int = 2048
+
+
+def run_eval_command(
+    options: EvalOptions, engine: str, console: Console, as_json: bool = False
+) -> Record:
+    """Print predicted and measured acceptance by prompt file; returns the results.
+
+    Args:
+        engine: `module:class`, see `bench.worker`.
+        console: shows progress; with `as_json` the results go to standard output.
+
+    Raises:
+        ValueError: an option is wrong; nothing was started.
+        WorkerError: an engine failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="vllm-eagle3-eval-") as folder:
+        plans = {file: _plan(options, file, Path(folder)) for file in options.prompts}
+        with Bars(console=console) as bars:
+            observed = _observe(options, plans, engine, Path(folder), bars)
+            judged = _predict(options, plans, observed, bars)
+    any_plan = next(iter(plans.values()))
+    results = make_results(
+        judged,
+        {
+            "target": str(any_plan.target),
+            "head": str(any_plan.head),
+            "draft_tokens": options.draft_tokens,
+            "temperature": options.temperature,
+            "max_tokens": options.max_tokens,
+            "dtype": options.dtype,
+        },
+    )
+    if as_json:
+        print(json.dumps(results, indent=2))
+    else:
+        console.print(results_table(results))
+    return results
+
+
+def _plan(options: EvalOptions, file: str, folder: Path) -> BenchPlan:
+    return make_plan(
+        BenchOptions(
+            target=options.target,
+            head=options.head,
+            prompts=(file,),
+            out=folder,
+            methods=f"off,chain:{options.draft_tokens}",
+            limit=options.limit,
+            temperature=options.temperature,
+            # The plain text goes on by as many tokens as are drafted.
+            max_tokens=options.max_tokens + options.draft_tokens,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            # Neither texts nor acceptance gain by a minute of compiling.
+            mode=EngineMode(enforce_eager=True),
+        )
+    )
+
+
+def _observe(
+    options: EvalOptions,
+    plans: dict[str, BenchPlan],
+    engine: str,
+    logs: Path,
+    bars: Bars,
+) -> dict[str, list[Observed]]:
+    prompts = [ids for plan in plans.values() for ids in plan.prompt_ids]
+    task = bars.add_task("texts", total=len(prompts))
+    observed = iter(
+        observe(
+            next(iter(plans.values())),
+            prompts,
+            Sampling(options.temperature, options.max_tokens),
+            engine,
+            logs,
+            lambda done: bars.update(task, completed=done),
+        )
+    )
+    return {
+        file: [next(observed) for _ in plan.prompt_ids] for file, plan in plans.items()
+    }
+
+
+def _predict(
+    options: EvalOptions,
+    plans: dict[str, BenchPlan],
+    observed: dict[str, list[Observed]],
+    bars: Bars,
+) -> dict[str, list[Judged]]:
+    plan = next(iter(plans.values()))
+    assert plan.head is not None
+    predictor = Predictor(plan.target, plan.head, getattr(torch, options.dtype))
+    task = bars.add_task("prediction", total=sum(map(len, observed.values())))
+    judged: dict[str, list[Judged]] = {}
+    for file, entries in observed.items():
+        judged[file] = []
+        for entry in entries:
+            judged[file].append(_judge(predictor, entry, options.draft_tokens))
+            bars.advance(task)
+    return judged
+
+
+def _judge(predictor: Predictor, entry: Observed, num_drafts: int) -> Judged:
+    text = entry.text
+    hits = predictor.hits(text, num_drafts)
+    lengths = len(text.prompt), len(text.reply)
+    return Judged(
+        predicted=walk(hits, *lengths),
+        everywhere=everywhere(hits, *lengths),
+        measured=entry.counts,
+        same_text=entry.speculative_reply == text.reply,
+    )
