@@ -32,6 +32,7 @@ FORBIDDEN = {
     "evaluation": {"cli", "integration"},
     "integration": {"train", "bench", "evaluation", "cli"},
     "cli": set[str](),
+    "__main__": set[str](),
 }
 
 

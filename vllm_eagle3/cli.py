@@ -21,6 +21,7 @@ from vllm_eagle3.bench.command import run_bench_command, run_demo_command
 from vllm_eagle3.bench.methods import CONTROLS, KNOWN_METHODS
 from vllm_eagle3.bench.plan import BenchOptions
 from vllm_eagle3.bench.process import WorkerError
+from vllm_eagle3.benchmark_prompts import BENCHMARKS, write_benchmark
 from vllm_eagle3.engine import EngineMode, Sampling
 from vllm_eagle3.head_io import convert_head
 from vllm_eagle3.head_layouts import LAYOUTS
@@ -237,6 +238,7 @@ def eval_command(
 data_app = typer.Typer(help="Training data: the target's own words.")
 app.add_typer(data_app, name="data", no_args_is_help=True)
 _ROWS_HELP = "Row file to write; an unfinished one is continued."
+_EXCLUDE_HELP = "Prompt files of benchmarks; what shares 13 words in a row is dropped."
 
 
 @data_app.command(name="prompts")
@@ -263,6 +265,7 @@ def data_regen(
     ] = "0,0.7,1",
     max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 384,
     kind: Annotated[str, typer.Option(help="Label kept with each row.")] = "chat",
+    exclude: Annotated[list[str] | None, typer.Option(help=_EXCLUDE_HELP)] = None,
 ) -> None:
     """Let the target answer prompts; its token ids are the training rows."""
     from vllm_eagle3.integration.engine import VllmEngine
@@ -271,8 +274,44 @@ def data_regen(
     temperatures = command.read_temperatures(temperature)
     samplings = [Sampling(t, max_tokens) for t in temperatures]
     command.run_data_regen(
-        VllmEngine, target, prompts, limit, samplings, kind, out, Console()
+        VllmEngine, target, prompts, limit, samplings, kind, out, Console(), exclude
     )
+
+
+@data_app.command(name="preview")
+def data_preview(
+    rows: Annotated[list[str], typer.Argument(help="Row files.")],
+    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
+    limit: Annotated[int, typer.Option(help="Rows to show; all are counted.")] = 3,
+    max_length: Annotated[int, typer.Option(help="As in training.")] = 2048,
+) -> None:
+    """Show which tokens of rows are supervised."""
+    from vllm_eagle3.train.data_command import run_data_preview
+
+    run_data_preview(rows, target, limit, max_length, Console())
+
+
+@data_app.command(name="benchmark")
+def data_benchmark(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}.")],
+    out: Annotated[Path | None, typer.Option(help="NAME.jsonl by default.")] = None,
+) -> None:
+    """Fetch the prompts of a benchmark, for measuring."""
+    path = out if out is not None else Path(f"{name}.jsonl")
+    print(f"{path}: {write_benchmark(name, path)} prompts")
+
+
+@data_app.command(name="dedup")
+def data_dedup(
+    source: Annotated[Path, typer.Argument(help="Rows or prompts (.jsonl, .gz).")],
+    exclude: Annotated[list[str], typer.Option(help=_EXCLUDE_HELP)],
+    out: Annotated[Path, typer.Option(help="File to write (.jsonl).")],
+    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
+) -> None:
+    """Drop rows or prompts that share 13 words in a row with a benchmark."""
+    from vllm_eagle3.train.data_command import run_data_dedup
+
+    run_data_dedup(source, exclude, out, target, Console())
 
 
 @app.command()

@@ -86,7 +86,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         raise ValueError(f"limit: got {limit}, want at least 1")
     prompts: list[Prompt] = []
     for source, record in _records(path):
-        prompts.append(_prompt(record, source))
+        prompts.append(parse_prompt(record, source))
         if len(prompts) == limit:
             break
     if not prompts:
@@ -163,7 +163,7 @@ def _load(text: str, source: str) -> Any:
         raise ValueError(f"{source}: not valid JSON ({error})") from error
 
 
-def _prompt(record: Any, source: str) -> Prompt:
+def parse_prompt(record: Any, source: str) -> Prompt:
     if isinstance(record, str):
         return _checked([("user", record)], source, "")
     if not isinstance(record, dict):

@@ -26,10 +26,11 @@ class Predictor:
     def __init__(self, target_dir: Path, head_dir: Path, dtype: torch.dtype) -> None:
         loaded = read_head(head_dir, target_dir, dtype)
         self.head, self.vocab = loaded.head.eval(), loaded.vocab
-        self.embedding = loaded.embed_tokens
         self.target = TargetFeatures(
             target_dir, loaded.config.tap_ids, loaded.vocab, dtype
         )
+        own = loaded.embed_tokens
+        self.embedding = self.target.embedding if own is None else own.to(dtype)
 
     @torch.no_grad()
     def hits(self, text: Text, num_drafts: int) -> torch.Tensor:
@@ -41,13 +42,10 @@ class Predictor:
         ids = text.token_ids
         row = Row("", ids, ((len(text.prompt), len(ids), 0.0),))
         batch = collate([row])
-        features = self.target(batch)
-        embeds = features.embeds
-        if self.embedding is not None:
-            embeds = F.embedding(batch.ids, self.embedding.to(embeds.dtype))
+        taps = self.target.read(batch).taps
+        embeds = F.embedding(batch.ids, self.embedding)
         hits = torch.zeros(len(ids), num_drafts, dtype=torch.bool)
-        steps = unroll(self.head, features.taps, embeds, batch.span_ids, num_drafts)
-        for step in steps:
+        for step in unroll(self.head, taps, embeds, batch.span_ids, num_drafts):
             drafts = self.vocab.to_target_ids[self.head.logits(step.hidden).argmax(-1)]
             truth = batch.ids[step.row, step.predicted]
             hits[step.start, step.k] = drafts == truth

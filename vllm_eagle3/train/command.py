@@ -13,6 +13,7 @@ from rich.progress import Progress
 from .. import embedded
 from ..engine import Engine, EngineSpec, Sampling
 from ..prompts import first_turn_ids, read_prompt_files
+from .overlap import GRAM, Excluded, overlaps
 from .regen import Ask, write_prompts, write_replies
 
 StartEngine = Callable[[EngineSpec], Engine]
@@ -48,10 +49,12 @@ def run_data_regen(
     kind: str,
     out: Path,
     console: Console,
+    exclude: Sequence[str] | None = None,
 ) -> None:
     """Answer the first turn of every prompt; append the rows to `out`.
 
     `samplings` are used in turn, and a prompt of a category has it as its row's label.
+    Prompts that share words with those of the files `exclude` are left out.
     """
     if out.suffix == ".gz":
         raise ValueError(
@@ -59,6 +62,13 @@ def run_data_regen(
         )
     target_dir, tokenizer = _target_and_tokenizer(target)
     prompts = read_prompt_files(prompt_files, limit)
+    if exclude:
+        excluded, all_prompts = Excluded(exclude), prompts
+        prompts = [p for p in all_prompts if not overlaps(excluded, p)]
+        dropped = len(all_prompts) - len(prompts)
+        console.print(
+            f"{dropped} prompts share {GRAM} words with a benchmark: left out"
+        )
     asks = [
         Ask(tuple(first_turn_ids(prompt, tokenizer)), sampling, prompt.category or kind)
         for prompt, sampling in zip(prompts, cycle(samplings), strict=False)
