@@ -69,10 +69,3 @@ def test_some_drafts_are_accepted_and_some_refused(results: dict[str, Any]) -> N
         assert 1.5 < part["measured_acceptance_length"] < 3
         low, high = part["predicted_interval"]
         assert low <= part["predicted_acceptance_length"] <= high
-
-
-def test_steps_that_begin_everywhere_are_told_apart(results: dict[str, Any]) -> None:
-    after_every_token = results["predicted_after_every_token"]
-    assert (
-        after_every_token["acceptance_length"] > results["predicted_acceptance_length"]
-    )

@@ -16,7 +16,7 @@ from ..engine import EngineMode, Sampling
 from .predict import Predictor
 from .results import Judged, Record, make_results, results_table
 from .texts import Observed, observe
-from .walk import everywhere, walk
+from .walk import walk
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def _plan(options: EvalOptions, file: str, folder: Path) -> BenchPlan:
             prompts=(file,),
             out=folder,
             methods=f"off,chain:{options.draft_tokens}",
+            controls=False,
             limit=options.limit,
             temperature=options.temperature,
             # The plain text goes on by as many tokens as are drafted.
@@ -105,6 +106,7 @@ def _observe(
             next(iter(plans.values())),
             prompts,
             Sampling(options.temperature, options.max_tokens),
+            options.draft_tokens,
             engine,
             logs,
             lambda done: bars.update(task, completed=done),
@@ -137,10 +139,8 @@ def _predict(
 def _judge(predictor: Predictor, entry: Observed, num_drafts: int) -> Judged:
     text = entry.text
     hits = predictor.hits(text, num_drafts)
-    lengths = len(text.prompt), len(text.reply)
     return Judged(
-        predicted=walk(hits, *lengths),
-        everywhere=everywhere(hits, *lengths),
+        predicted=walk(hits, len(text.prompt), len(text.reply)),
         measured=entry.counts,
         same_text=entry.speculative_reply == text.reply,
     )

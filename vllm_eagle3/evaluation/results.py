@@ -20,13 +20,9 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Judged:
-    """One prompt: counts predicted along the plain text, and those of the engine.
-
-    `everywhere` counts drafts after every token (see `walk.everywhere`).
-    """
+    """One prompt: counts predicted along the plain text, and those of the engine."""
 
     predicted: DraftCounts
-    everywhere: DraftCounts
     measured: DraftCounts
     same_text: bool
 
@@ -39,7 +35,6 @@ def summary(judged: Sequence[Judged]) -> Record:
     engine = acceptance_length(_total(measured))
     rates = conditional_acceptance(_total(predicted))
     engine_rates = conditional_acceptance(_total(measured))
-    all_starts = _total([j.everywhere for j in judged])
     return {
         "prompts": len(judged),
         "same_text": sum(j.same_text for j in judged),
@@ -52,10 +47,6 @@ def summary(judged: Sequence[Judged]) -> Record:
         "n_alpha_intervals": [[rate.low, rate.high] for rate in rates],
         "measured_n_alpha": [rate.value for rate in engine_rates],
         "measured_n_alpha_intervals": [[r.low, r.high] for r in engine_rates],
-        "predicted_after_every_token": {
-            "acceptance_length": acceptance_length(all_starts),
-            "n_alpha": [rate.value for rate in conditional_acceptance(all_starts)],
-        },
     }
 
 

@@ -48,6 +48,7 @@ def observe(
     plan: BenchPlan,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
+    num_drafts: int,
     engine: str,
     logs: Path,
     progress: Progress,
@@ -55,7 +56,7 @@ def observe(
     """Run every prompt alone, without speculation and then with it.
 
     Args:
-        plan: of two methods, plain decoding and a chain.
+        plan: of two methods, plain decoding and a chain of `num_drafts`.
         engine: `module:class`, see `bench.worker`.
         logs: folder for what the engines print.
 
@@ -72,7 +73,6 @@ def observe(
         for worker in (off, chain):
             worker.wait_started()
         observed = []
-        num_drafts = plan.methods[1].num_speculative_tokens
         for ids in prompts:
             text = _plain_text(off, tuple(ids), sampling, num_drafts)
             timed = chain.generate([ids], sampling)

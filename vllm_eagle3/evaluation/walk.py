@@ -40,18 +40,3 @@ def walk(
         drafts += 1
         emitted += accepted + 1
     return DraftCounts(drafts, drafts * num_drafts, sum(per_depth), tuple(per_depth))
-
-
-def everywhere(
-    hits: torch.Tensor, num_prompt_tokens: int, num_reply_tokens: int
-) -> DraftCounts:
-    """Counts as if a step began after every reply token but the last.
-
-    Serving begins its steps where the last one was refused, so it meets hard places
-    more often; this count does not depend on where steps happen to begin.
-    """
-    begin = num_prompt_tokens - 1
-    reached = hits[begin : begin + num_reply_tokens - 1].long().cumprod(1)
-    per_depth = tuple(reached.sum(0).tolist())
-    drafts, num_drafts = reached.shape
-    return DraftCounts(drafts, drafts * num_drafts, sum(per_depth), per_depth)

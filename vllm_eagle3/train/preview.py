@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .data import Row, collate
-from .ttt import valid_starts
+from .packing import Packing
 
 # Replies of a row take these in turn.
 _COLOURS = ("green", "cyan", "yellow", "magenta", "blue")
@@ -23,7 +23,8 @@ def supervised(row: Row) -> list[bool]:
     The first token of a reply is the target's own: serving drafts after it.
     """
     marks = [False] * len(row.ids)
-    for start in valid_starts(collate([row]).span_ids, 0)[1].tolist():
+    packing = Packing(collate([row]).span_ids)
+    for start in packing.token[packing.starts].tolist():
         marks[start + 2] = True
     return marks
 
