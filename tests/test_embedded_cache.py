@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import time
 from pathlib import Path
@@ -118,6 +119,34 @@ def test_a_disk_that_fills_up_meanwhile_is_a_clear_error(tmp_path):
     with pytest.raises(ValueError, match=r"No space left on device.*XDG_CACHE_HOME"):
         build(tmp_path / "model", RECIPE, full, 0)
     assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("call", "nth"), [("mkdir", 2), ("fsync", 1), ("fsync", 4), ("replace", 2)]
+)
+def test_a_disk_that_is_full_at_any_step_loses_nothing(
+    tmp_path, monkeypatch, call, nth
+):
+    """Files are flushed and renamed; there the kernel says it at the latest."""
+    build(tmp_path / "model", RECIPE, fill, 0)
+    real, calls = getattr(os, call), []
+
+    def full(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == nth:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(ValueError, match=r"No space left on device.*XDG_CACHE"):
+            build(tmp_path / "model", {"version": 2}, fill, 0)
+
+    # What was there is there, unless the new one has been put in its place already.
+    assert is_whole(tmp_path / "model", {"version": 2} if nth == 4 else RECIPE)
+    assert names(tmp_path) == {"model"}
+    build(tmp_path / "model", {"version": 2}, fill, 0)
+    assert is_whole(tmp_path / "model", {"version": 2})
 
 
 def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path):

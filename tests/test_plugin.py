@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -81,6 +82,42 @@ def test_never_raises() -> None:
     )
     ((name, active, reason),) = found["status"]
     assert (name, active) == ("vllm_eagle3", False) and "no such file" in reason
+
+
+SECOND_COPY = """
+    import json, sys
+    from vllm.config import VllmConfig
+    from vllm_eagle3.integration import plugin
+    plugin.register()
+    hook = VllmConfig._get_v2_model_runner_unsupported_features
+    for name in [n for n in sys.modules if n.split(".")[0] == "vllm_eagle3"]:
+        del sys.modules[name]
+    sys.path.insert(0, {folder!r})
+    from vllm_eagle3.integration import plugin as second
+    assert second is not plugin
+    second.register()
+    print(json.dumps({{
+        "first": [list(s) for s in plugin.status()],
+        "second": [list(s) for s in second.status()],
+        "same hook": VllmConfig._get_v2_model_runner_unsupported_features is hook,
+    }}))
+"""
+
+
+def test_a_second_copy_of_another_version_stays_out(tmp_path: Path) -> None:
+    import vllm_eagle3
+
+    package = Path(vllm_eagle3.__file__).parent
+    ignored = shutil.ignore_patterns("heads", "__pycache__")
+    copy = shutil.copytree(package, tmp_path / "vllm_eagle3", ignore=ignored)
+    (copy / "__init__.py").write_text('__version__ = "9.9.9"\n')
+    found = run_python(SECOND_COPY.format(folder=str(tmp_path)))
+    assert found["same hook"] and found["first"][0][:2] == ["engine hooks", True]
+    ((name, active, reason),) = found["second"]
+    assert (name, active) == ("vllm_eagle3", False)
+    assert f"hooked by version {vllm_eagle3.__version__}" in reason
+    assert "this is 9.9.9" in reason and "start a new process" in reason
+    assert "vllm_eagle3 stays out of this process" in found["log"]
 
 
 GENERATE = """

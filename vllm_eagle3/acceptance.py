@@ -77,6 +77,19 @@ def acceptance_length(counts: DraftCounts) -> float | None:
     return 1 + counts.accepted_tokens / counts.drafts
 
 
+def acceptance_length_error(counts: DraftCounts) -> float | None:
+    """Standard error of the acceptance length, drafts taken as independent.
+
+    The mean square of the number of accepted tokens comes from its tail,
+    E[a^2] = sum over depths d of (2 d + 1) P(a > d). None where nothing was drafted.
+    """
+    if counts.drafts == 0:
+        return None
+    tail = [accepted / counts.drafts for accepted in counts.accepted_per_depth]
+    mean_square = sum((2 * depth + 1) * p for depth, p in enumerate(tail))
+    return math.sqrt(max(0.0, mean_square - sum(tail) ** 2) / counts.drafts)
+
+
 def conditional_acceptance(
     counts: DraftCounts, confidence: float = 0.95
 ) -> tuple[Rate, ...]:

@@ -329,3 +329,36 @@ def train(
     from vllm_eagle3.train.train_command import run_train
 
     run_train(config, Console(), overrides or [], dry_run)
+
+
+@app.command()
+def soak(
+    out: Annotated[Path, typer.Option(help="Folder for soak.json and logs.")],
+    target: Annotated[str, typer.Option(help=_TARGET_HELP)] = embedded.NAMES[0],
+    head: Annotated[str, typer.Option(help=_HEAD_HELP)] = embedded.NAMES[0],
+    method: Annotated[str, typer.Option(help=_METHODS_HELP)] = "ours:tree:8",
+    requests: Annotated[int, typer.Option(help="Answers to judge.")] = 3000,
+    concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 16,
+    minutes: Annotated[float, typer.Option(help="Start no round after that.")] = 30.0,
+    adapters: Annotated[
+        bool, typer.Option("--adapters/--no-adapters", help="Random LoRA adapters.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of the requests.")] = 0,
+) -> None:
+    """Put a server under mixed load and check every answer; exit 1 if one is wrong."""
+    from vllm_eagle3.bench.methods import parse_method
+    from vllm_eagle3.soak.command import run_soak_command
+    from vllm_eagle3.soak.run import SoakOptions
+
+    options = SoakOptions(
+        target=embedded.resolve_target(target),
+        head=embedded.resolve_head(head),
+        out=out,
+        method=parse_method(method),
+        requests=requests,
+        concurrency=concurrency,
+        minutes=minutes,
+        adapters=adapters,
+        seed=seed,
+    )
+    raise typer.Exit(0 if run_soak_command(options, Console()) else 1)

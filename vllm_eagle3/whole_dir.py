@@ -83,12 +83,22 @@ def _build_locked(
             path.chmod(0o644)  # safetensors writes 0600
             _flush(path)
         _flush(content)
-        if directory.exists():
-            os.replace(directory, partial / "replaced")
-        os.replace(content, directory)
+        _put_in_place(content, directory, partial / "replaced")
         _flush(directory.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _put_in_place(content: Path, directory: Path, replaced: Path) -> None:
+    """Rename; an earlier build stays where it was if that fails."""
+    if directory.exists():
+        os.replace(directory, replaced)
+    try:
+        os.replace(content, directory)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, directory)
+        raise
 
 
 def _read_manifest(directory: Path) -> dict[str, Any] | None:

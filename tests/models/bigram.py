@@ -5,12 +5,15 @@ token is its one-hot vector in every layer and
 
     P(next | last) = softmax(table[last]).
 
-It is blind to KV-cache faults; the random target F1 sees those.
+It is blind to KV-cache faults; the random target F1 sees those. F3 sees them too: it
+is F2 with attention that looks back, so its text depends on every key and value while
+H2 still says most of it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +33,8 @@ KV_HEADS = 4
 TAP_IDS = (1, 2, 3)
 # What RMSNorm multiplies a one-hot vector by.
 NORM_GAIN = (1 / HIDDEN + EPS) ** -0.5
+# Attention of F3: peaked, and in the end about a third as long as a one-hot.
+F3_GAINS = {"q_proj": 1.5, "k_proj": 1.5, "v_proj": 1.0, "o_proj": 0.03}
 
 
 def bigram_table() -> torch.Tensor:
@@ -39,6 +44,29 @@ def bigram_table() -> torch.Tensor:
 
 
 def build_f2(folder: Path) -> None:
+    write_target(folder, _target_config(), _bigram_weights())
+
+
+def build_f3(folder: Path) -> None:
+    """F2 whose attention moves the logits, in every layer but the first.
+
+    The first tap enters the second layer and is still the one-hot that H2 wants.
+    """
+    generator = torch.Generator().manual_seed(21)
+    weights = _bigram_weights()
+    for i in range(1, LAYERS):
+        prefix = f"model.layers.{i}.self_attn."
+        for name, gain in F3_GAINS.items():
+            noise = torch.randn(HIDDEN, HIDDEN, generator=generator)
+            weights[f"{prefix}{name}.weight"] = gain * noise / HIDDEN**0.5
+    write_target(folder, _target_config(), weights)
+
+
+def _target_config() -> dict[str, Any]:
+    return llama_config(vocab_size=VOCAB, layers=LAYERS, kv_heads=KV_HEADS)
+
+
+def _bigram_weights() -> dict[str, torch.Tensor]:
     zeros = torch.zeros
     weights = {
         "model.embed_tokens.weight": torch.eye(VOCAB),
@@ -54,8 +82,7 @@ def build_f2(folder: Path) -> None:
         weights[f"{prefix}mlp.down_proj.weight"] = zeros(HIDDEN, 256)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}{name}.weight"] = torch.ones(HIDDEN)
-    config = llama_config(vocab_size=VOCAB, layers=LAYERS, kv_heads=KV_HEADS)
-    write_target(folder, config, weights)
+    return weights
 
 
 def build_h2(folder: Path) -> None:

@@ -6,6 +6,7 @@
 | h1 | head overfitted on f1's greedy replies to `random_llama.known_prompts()` |
 | h3 | random head for f1: everything is refused |
 | f2 | bigram target, vocabulary 128: its law is a formula |
+| f3 | f2 with attention: text that depends on the cache, most of it known to h2 |
 | h2 | exact head for f2: q = p |
 | h4 | h2, but wrong after every odd token |
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -23,7 +25,7 @@ import torch
 from tests.models import bigram, random_llama
 from vllm_eagle3 import draft_head
 
-NAMES = ("f1", "f2", "h1", "h2", "h3", "h4")
+NAMES = ("f1", "f2", "f3", "h1", "h2", "h3", "h4")
 
 
 def build(root: Path, name: str) -> Path:
@@ -58,6 +60,7 @@ def _build(folder: Path, root: Path, name: str) -> None:
     {
         "f1": random_llama.build_f1,
         "f2": bigram.build_f2,
+        "f3": bigram.build_f3,
         "h2": bigram.build_h2,
         "h3": random_llama.build_h3,
         "h4": bigram.build_h4,
@@ -69,3 +72,8 @@ def digest() -> str:
     sources = [*Path(__file__).parent.glob("*.py"), Path(draft_head.__file__)]
     content = b"".join(path.read_bytes() for path in sorted(sources))
     return hashlib.sha256(content + torch.__version__.encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":  # python -m tests.models.builders ROOT NAME...
+    for fixture in sys.argv[2:]:
+        print(build(Path(sys.argv[1]), fixture))

@@ -56,8 +56,8 @@ def write_target(
 def byte_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """One token per byte, made on the spot; bytes that do not fit share <unk>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # Plain ASCII first, so that a vocabulary of 128 still reads English.
-    alphabet.sort(key=lambda c: (ord(c) > 126, ord(c)))
+    # Plain ASCII and the blank (Ġ) first, so that a vocabulary of 128 reads English.
+    alphabet.sort(key=lambda c: (ord(c) > 126 and c != "Ġ", ord(c)))
     names = ["<s>", "</s>", "<unk>", *alphabet][:vocab_size]
     names += [f"<{i}>" for i in range(len(names), vocab_size)]
     tokenizer = Tokenizer(

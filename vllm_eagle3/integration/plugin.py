@@ -5,13 +5,19 @@ It never raises and touches no device. Environment:
 * `VLLM_EAGLE3=0` switches the package off;
 * `VLLM_EAGLE3_CPU_FIXES=1` then still applies the fixes that stock baselines need to
   be lossless on a CPU.
+
+Two copies of the package in one process (an upgrade under a running notebook, a
+checkout before an installed copy) would wrap vLLM twice; the second one stays out.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import NamedTuple
+
+from .. import __version__
 
 # Not vLLM's logger: this module is imported before vLLM has set up its own, and must
 # import nothing heavy when the package is switched off.
@@ -27,6 +33,8 @@ class HookStatus(NamedTuple):
 
 
 _status: list[HookStatus] = []
+# Where the copy that hooks a process leaves its name: an attribute of vLLM's package.
+_MARK = "_hooked_by_vllm_eagle3"
 
 
 def register() -> None:
@@ -56,6 +64,10 @@ def _install() -> list[HookStatus]:
 
         return [off, *(HookStatus(*patch) for patch in apply_cpu_fixes())]
 
+    if first := _other_copy():
+        logger.error("vllm_eagle3 stays out of this process: %s", first)
+        return [HookStatus("vllm_eagle3", False, first)]
+
     from . import engine_config, fingerprints
     from .patches import apply_all
 
@@ -67,6 +79,20 @@ def _install() -> list[HookStatus]:
         _explain(mismatches) or "every overridden function is as tested",
     )
     return [hooks, *(HookStatus(*patch) for patch in apply_all())]
+
+
+def _other_copy() -> str:
+    """Why another load of this package has this process; empty if it is ours now."""
+    import vllm
+
+    mine = f"{__version__} ({Path(__file__).parents[1]})"
+    first = vars(vllm).setdefault(_MARK, (mine, _status))
+    if first[1] is _status:
+        return ""
+    return (
+        f"vLLM is hooked by version {first[0]} already, this is {mine}; start a new "
+        "process, and keep one of two installed copies"
+    )
 
 
 def _explain(mismatches: list) -> str:
