@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup test test-all quality demo fingerprints clean
+.PHONY: help setup test test-all quality demo soak fingerprints clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,24 @@ quality: setup  ## ruff and mypy
 
 demo: setup  ## the same prompts without speculation, with vLLM's chain and with ours
 	$(VENV)/bin/vllm-eagle3 demo
+
+# The tiny pair is that of the tests; any other TARGET is a folder or an embedded name.
+TARGET ?= tiny
+HEAD ?= $(TARGET)
+REQUESTS ?= 3000
+CONCURRENCY ?= 16
+MINUTES ?= 30
+TINY := build/models/f3 build/models/h2
+SOAK_PAIR = $(if $(filter tiny,$(TARGET)),$(TINY),$(TARGET) $(HEAD))
+
+soak: setup $(if $(filter tiny,$(TARGET)),$(TINY))  ## mixed load, each answer checked
+	$(VENV)/bin/vllm-eagle3 soak --out build/soak-$(notdir $(TARGET)) \
+	  --target $(word 1,$(SOAK_PAIR)) --head $(word 2,$(SOAK_PAIR)) \
+	  --requests $(REQUESTS) --concurrency $(CONCURRENCY) --minutes $(MINUTES)
+
+$(TINY): tests/models/bigram.py tests/models/shapes.py | setup
+	rm -rf $@
+	$(PY) -m tests.models.builders $(@D) $(@F)
 
 fingerprints: setup  ## record the vLLM functions that are overridden, list changes
 	$(PY) -m vllm_eagle3.integration.fingerprints

@@ -26,11 +26,12 @@ TIERS = (
 )
 # Part of the package -> parts it must not know.
 FORBIDDEN = {
-    "core": {"train", "bench", "evaluation", "cli", "integration"},
-    "train": {"bench", "evaluation", "cli", "integration"},
-    "bench": {"train", "evaluation", "cli", "integration"},
-    "evaluation": {"cli", "integration"},
-    "integration": {"train", "bench", "evaluation", "cli"},
+    "core": {"train", "bench", "evaluation", "soak", "cli", "integration"},
+    "train": {"bench", "evaluation", "soak", "cli", "integration"},
+    "bench": {"train", "evaluation", "soak", "cli", "integration"},
+    "evaluation": {"soak", "cli", "integration"},
+    "soak": {"train", "evaluation", "cli", "integration"},
+    "integration": {"train", "bench", "evaluation", "soak", "cli"},
     "cli": set[str](),
     "__main__": set[str](),
 }
@@ -64,7 +65,7 @@ IMPORTS = {
 
 
 def part_of(module: str) -> str:
-    """train, bench, evaluation, integration, cli, or core (all the rest)."""
+    """train, bench, evaluation, soak, integration, cli, or core (all the rest)."""
     names = module.split(".")
     return names[1] if len(names) > 1 and names[1] in FORBIDDEN else "core"
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from openai import APIError, AsyncOpenAI
 
 from vllm_eagle3.soak.workload import Request
@@ -62,7 +63,7 @@ async def ask(client: AsyncOpenAI, request: Request) -> Answer:
             await _take_stream(client, request, answer)
         else:
             await _take_whole(client, request, answer)
-    except APIError as error:
+    except (APIError, httpx.HTTPError) as error:  # a stream may simply break off
         answer.status = getattr(error, "status_code", 0)
         answer.error = f"{type(error).__name__}: {error}"
     return answer
@@ -108,10 +109,10 @@ async def _create(client: AsyncOpenAI, request: Request, **options: Any) -> Any:
 def _add(answer: Answer, piece: Any, text: str | None) -> None:
     choice = answer.choices.setdefault(piece.index, Choice())
     choice.text += text or ""
-    choice.token_ids += piece.token_ids or []
+    choice.token_ids += getattr(piece, "token_ids", None) or []
     choice.finish_reason = piece.finish_reason or choice.finish_reason
     choice.stop_reason = getattr(piece, "stop_reason", None) or choice.stop_reason
-    if piece.logprobs is not None and piece.logprobs.top_logprobs:
+    if piece.logprobs is not None:
         choice.top_logprobs += map(_by_id, piece.logprobs.top_logprobs)
 
 
