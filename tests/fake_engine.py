@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_eagle3.acceptance import DraftCounts
-from vllm_eagle3.engine import EngineSpec, Generation, Sampling
+from vllm_eagle3.engine import EngineSpec, Generation, Sampling, StepTimes
 
 NAME = "tests.fake_engine:FakeEngine"
 ODD_PLACE = 3
@@ -26,6 +26,7 @@ class FakeEngine:
         self.behaviour = Path(spec.head or "").name
         self.num_drafts = spec.num_speculative_tokens or 0
         self.counts = DraftCounts()
+        self.times_steps = spec.mode.step_times
         if self.behaviour == "refuse":
             raise ValueError("head: made for another target")
 
@@ -56,6 +57,10 @@ class FakeEngine:
 
     def metrics(self) -> DraftCounts:
         return self.counts
+
+    def step_times(self) -> StepTimes:
+        steps = self.counts.drafts if self.times_steps else 0
+        return StepTimes(steps, 0.002 * steps, 0.02 * steps, 0.0, 0.001 * steps)
 
     def close(self) -> None:
         print("closed")

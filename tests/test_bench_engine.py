@@ -31,13 +31,13 @@ def runs(
         head=str(models("h2")),
         prompts=(str(prompts),),
         out=folder / "out",
-        methods="off,chain:3,ours:auto",
+        methods="off,chain:3,ours:auto,ours:tree:6:2:3,ngram:2",
         controls=False,
         batch="1,2",
         max_tokens=MAX_TOKENS,
         dtype="float32",
         max_model_len=256,
-        mode=EngineMode(enforce_eager=True, threads=1),
+        mode=EngineMode(enforce_eager=True, threads=1, step_times=True),
     )
     plan = make_plan(options)
     results = make_results(plan, run_bench(plan, ENGINE, Recorder()))
@@ -54,7 +54,9 @@ def test_drafts_are_accepted(runs, method: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("method", ["chain:3", "ours:auto"])
+@pytest.mark.parametrize(
+    "method", ["chain:3", "ours:auto", "ours:tree:6:2:3", "ngram:2"]
+)
 def test_speculation_does_not_change_the_text(runs, method: str, batch: int) -> None:
     run = runs[method, batch]
     assert (run["identical"], run["different"]) == (run["requests"], 0)
@@ -63,6 +65,16 @@ def test_speculation_does_not_change_the_text(runs, method: str, batch: int) -> 
 def test_off_does_not_draft(runs) -> None:
     assert runs["off", 1]["acceptance_length"] is None
     assert runs["off", 1]["new_tokens"] > 0
+
+
+def test_steps_are_timed_by_part(runs) -> None:
+    off, tree = runs["off", 2]["step"], runs["ours:tree:6:2:3", 2]["step"]
+    assert off["steps"] > tree["steps"] > 0
+    assert off["draft"] == off["commit"] == 0
+    assert min(off["verify"], off["rest"]) > 0
+    assert min(tree[part] for part in ("draft", "verify", "commit", "rest")) > 0
+    # Prefills are left out: a step makes a token of each reply, one before the first.
+    assert off["steps"] < runs["off", 2]["new_tokens"]
 
 
 def test_names_of_other_methods_are_those_of_vllm() -> None:

@@ -161,3 +161,30 @@ def test_chat_answers(server: Server) -> None:
         model=server.model, messages=[message], temperature=0, max_tokens=20
     )
     assert reply.choices[0].message.content
+
+
+def test_bench_measures_a_running_server(server: Server, tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from vllm_eagle3.bench.server import ServerOptions, run_server_command
+    from vllm_eagle3.integration.load_generator import bench_serve
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"{PROMPT}\n{PROMPT} and back\n")
+    options = ServerOptions(
+        server.url,
+        (str(prompts),),
+        tmp_path / "out",
+        target=server.model,
+        batch="1,2",
+        max_tokens=12,
+    )
+    before = server.counter("draft_tokens")
+    with (tmp_path / "printed").open("w") as file:
+        results = run_server_command(options, bench_serve, Console(file=file))
+    one, two = results["server"]
+    assert (one["clients"], two["clients"]) == (1, 2)
+    for record in (one, two):
+        assert min(record["tokens_per_s"], record["ttft_ms"], record["tpot_ms"]) > 0
+        assert record["acceptance_length"] >= 1
+    assert server.counter("draft_tokens") > before

@@ -17,10 +17,15 @@ import typer
 from rich.console import Console
 
 from vllm_eagle3 import doctor, embedded, preload
-from vllm_eagle3.bench.command import run_bench_command, run_demo_command
+from vllm_eagle3.bench.command import (
+    run_bench_command,
+    run_demo_command,
+    run_report_command,
+)
 from vllm_eagle3.bench.methods import CONTROLS, KNOWN_METHODS
 from vllm_eagle3.bench.plan import BenchOptions
 from vllm_eagle3.bench.process import WorkerError
+from vllm_eagle3.bench.server import ServerOptions, run_server_command
 from vllm_eagle3.benchmark_prompts import BENCHMARKS, write_benchmark
 from vllm_eagle3.engine import EngineMode, Sampling
 from vllm_eagle3.head_io import convert_head
@@ -67,6 +72,11 @@ _NAMES = ", ".join(embedded.NAMES)
 _TARGET_HELP = f"Target: a model directory, or {_NAMES}."
 _HEAD_HELP = f"Draft head: its directory, or {_NAMES}."
 _METHODS_HELP = f"Comma-separated: {KNOWN_METHODS}."
+_RELIABILITY_HELP = "Judge the head's confidence too, on plain PyTorch."
+_SERVER_HELP = (
+    "Measure a running OpenAI-compatible server at this URL instead; --batch is then "
+    "the number of clients, --target its tokenizer."
+)
 _CONTROLS_HELP = f"Add {', '.join(CONTROLS)}; chains only where none is named."
 
 
@@ -126,15 +136,16 @@ def convert(
 
 @app.command()
 def bench(
-    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
-    out: Annotated[Path, typer.Option(help="Folder for results.json and logs.")],
+    out: Annotated[Path, typer.Option(help="Folder for results and logs.")],
     prompts: Annotated[
         list[str], typer.Option(help="Prompt files: .jsonl, .json or plain text.")
     ],
     more_prompts: Annotated[
         list[str] | None, typer.Argument(help="More prompt files.", show_default=False)
     ] = None,
+    target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
     head: Annotated[str | None, typer.Option(help=_HEAD_HELP)] = None,
+    server: Annotated[str | None, typer.Option(help=_SERVER_HELP)] = None,
     limit: Annotated[int | None, typer.Option(help="First N of each file.")] = None,
     methods: Annotated[str, typer.Option(help=_METHODS_HELP)] = "ours:auto",
     controls: Annotated[
@@ -160,18 +171,34 @@ def bench(
     block_size: Annotated[
         int | None, typer.Option(help="Tokens per KV block.")
     ] = _DEFAULT_MODE.block_size,
+    step_times: Annotated[
+        bool, typer.Option("--step-times", help="Split steps into parts (CPU).")
+    ] = _DEFAULT_MODE.step_times,
+    reliability: Annotated[
+        bool, typer.Option("--reliability", help=_RELIABILITY_HELP)
+    ] = False,
 ) -> None:
     """Measure methods against each other: speed, acceptance, same text."""
+    files = (*prompts, *(more_prompts or ()))
+    if server is not None:
+        if head is not None:
+            raise ValueError("head: got one with --server, which has its own already")
+        numbers = (limit, batch, temperature, max_tokens, repeats)
+        _bench_server(ServerOptions(server, files, out, target, *numbers))
+        return
+    if target is None:
+        raise ValueError("target: got none, want one with --target, or --server URL")
     mode = replace(
         _DEFAULT_MODE,
         enforce_eager=enforce_eager,
         separate_process=separate_process,
         block_size=block_size,
+        step_times=step_times,
     )
     options = BenchOptions(
         target=target,
         head=head,
-        prompts=(*prompts, *(more_prompts or ())),
+        prompts=files,
         out=out,
         methods=methods,
         controls=controls,
@@ -183,9 +210,31 @@ def bench(
         repeats=repeats,
         dtype=dtype,
         max_model_len=max_model_len,
+        reliability=reliability,
         mode=mode,
     )
     run_bench_command(options, _ENGINE, Console())
+
+
+def _bench_server(options: ServerOptions) -> None:
+    try:
+        from vllm_eagle3.integration.load_generator import bench_serve
+    except ImportError as error:
+        raise ValueError(
+            f"server: vLLM, whose load generator is used, cannot be imported ({error})"
+        ) from error
+    run_server_command(options, bench_serve, Console())
+
+
+@app.command()
+def report(
+    out: Annotated[Path, typer.Argument(help="The --out folder of a bench.")],
+    into: Annotated[
+        Path | None, typer.Option(help="Markdown file whose marked part to replace.")
+    ] = None,
+) -> None:
+    """Draw a benchmark again, and print its tables as Markdown."""
+    run_report_command(out, into, Console(soft_wrap=True))
 
 
 @app.command()

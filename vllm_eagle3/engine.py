@@ -7,7 +7,7 @@ line hands it to those who need one, so that neither imports vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 from vllm_eagle3.acceptance import DraftCounts
@@ -41,6 +41,28 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """Steps without prefills, and the seconds in each part of them, summed."""
+
+    steps: int = 0
+    draft: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+    rest: float = 0.0
+
+    def __add__(self, other: StepTimes) -> StepTimes:
+        return StepTimes(*(a + b for a, b in zip(*_values(self, other), strict=True)))
+
+    def __sub__(self, other: StepTimes) -> StepTimes:
+        """What happened since `other` was read from the same engine."""
+        return StepTimes(*(a - b for a, b in zip(*_values(self, other), strict=True)))
+
+
+def _values(*times: StepTimes) -> list[tuple[Any, ...]]:
+    return [astuple(some) for some in times]
+
+
+@dataclass(frozen=True)
 class EngineMode:
     """How an engine runs, apart from what it computes.
 
@@ -53,6 +75,7 @@ class EngineMode:
             the library's own 200 would let an idle engine disturb the next one.
         threads: OpenMP threads; None means one per core this process may use.
         preload: load the allocator and OpenMP libraries that vLLM recommends.
+        step_times: measure the parts of every step, see `StepTimes`.
     """
 
     enforce_eager: bool = False
@@ -61,6 +84,7 @@ class EngineMode:
     block_time_ms: int = 5
     threads: int | None = None
     preload: bool = True
+    step_times: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +131,10 @@ class Engine(Protocol):
 
     def metrics(self) -> DraftCounts:
         """Counters since the engine started."""
+        ...
+
+    def step_times(self) -> StepTimes:
+        """Times since the engine started; all zero unless the mode asks for them."""
         ...
 
     def close(self) -> None:

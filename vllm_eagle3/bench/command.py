@@ -1,13 +1,17 @@
-"""The commands `bench` and `demo`: check, run, write, show."""
+"""The commands `bench`, `report` and `demo`: check, run, write, show."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rich.console import Console
 
+from vllm_eagle3.bench import page
+from vllm_eagle3.bench.confidence import measure_reliability
 from vllm_eagle3.bench.launch import available_cores
 from vllm_eagle3.bench.plan import BenchOptions, BenchPlan, make_plan
+from vllm_eagle3.bench.plots import draw_all
 from vllm_eagle3.bench.report import LiveTable, notes, results_table, verdict
 from vllm_eagle3.bench.results import FILE_NAME, Record, make_results, write_json
 from vllm_eagle3.bench.runs import run_bench
@@ -27,7 +31,7 @@ _DEMO_FIELDS = (
 
 
 def run_bench_command(options: BenchOptions, engine: str, console: Console) -> Record:
-    """Measure, write `out`/results.json and print the table; returns the results.
+    """Measure; write results.json, plots and report.html to `out`; print the table.
 
     Args:
         engine: `module:class`, see `bench.worker`.
@@ -36,16 +40,66 @@ def run_bench_command(options: BenchOptions, engine: str, console: Console) -> R
         ValueError: an option is wrong; nothing was started.
         WorkerError: an engine failed.
     """
+    results = _measure(options, engine, console)
+    _write_report(options.out, results, console)
+    return results
+
+
+def run_report_command(out: Path, into: Path | None, console: Console) -> None:
+    """Draw the plots and report.html of `out` again and print its Markdown.
+
+    Args:
+        out: folder with the results.json of a benchmark.
+        into: a Markdown file that takes the tables instead, see `page.write_into`.
+    """
+    results = _read_results(out / FILE_NAME)
+    if into is None:
+        console.print(page.markdown(results), markup=False, highlight=False)
+    else:
+        page.write_into(into, page.markdown(results))
+        console.print(f"written: {into}", highlight=False)
+    _write_report(out, results, console)
+
+
+def _measure(options: BenchOptions, engine: str, console: Console) -> Record:
     plan = make_plan(options)
     _announce(plan, console)
     with LiveTable(plan, console) as watcher:
         runs = run_bench(plan, engine, watcher)
     results = make_results(plan, runs)
+    # Kept before anything else can go wrong: the rest can be made from it.
     write_json(options.out / FILE_NAME, results)
+    if options.reliability:
+        console.print("judging the head's confidence, on plain PyTorch")
+        results["reliability"] = measure_reliability(plan)
+        write_json(options.out / FILE_NAME, results)
     console.print(results_table(results["runs"]))
     for line in (*notes(results["runs"]), verdict(results["runs"])):
         console.print(line, highlight=False)
     return results
+
+
+def _read_results(path: Path) -> Record:
+    try:
+        results: Record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"report: cannot read {path} ({error}); give the --out folder of a bench"
+        ) from error
+    return results
+
+
+def _write_report(out: Path, results: Record, console: Console) -> None:
+    try:
+        plots = draw_all(results)
+    except ValueError as error:  # no matplotlib: the page has the tables still
+        console.print(str(error), markup=False, highlight=False)
+        plots = {}
+    for name, png in plots.items():
+        (out / f"{name}.png").write_bytes(png)
+    report = out / "report.html"
+    report.write_text(page.html_page(results, plots), encoding="utf-8")
+    console.print(f"written: {report}", highlight=False)
 
 
 def _announce(plan: BenchPlan, console: Console) -> None:
@@ -77,7 +131,7 @@ def run_demo_command(
         max_tokens=DEMO_TOKENS,
         mode=DEMO_MODE,
     )
-    results = run_bench_command(options, engine, console)
+    results = _measure(options, engine, console)
     demo = {"methods": {r["method"]: _demo_record(r) for r in results["runs"]}}
     write_json(out, demo)
     console.print(f"written: {out}", highlight=False)

@@ -40,6 +40,7 @@ class BenchOptions:
     repeats: int = 1
     dtype: str = "bfloat16"
     max_model_len: int = 2048
+    reliability: bool = False
     mode: EngineMode = field(default_factory=EngineMode)
 
 
@@ -104,11 +105,11 @@ def make_plan(options: BenchOptions) -> BenchPlan:
     methods = parse_methods(options.methods)
     if options.controls:
         methods = with_controls(methods, has_head=options.head is not None)
-    settings = _parse_settings(options)
+    settings = parse_settings(str(options.temperature), options.batch)
     _check_numbers(options)
     files = _read_files(options)
     prompts = [prompt for _, group in files for prompt in group]
-    _make_writable(options.out)
+    make_writable(options.out)
     head = None
     if any(method.uses_head for method in methods):
         if options.head is None:
@@ -148,11 +149,16 @@ def _read_files(options: BenchOptions) -> list[tuple[str, list[Prompt]]]:
     return [(path, read_prompts(path, options.limit)) for path in options.prompts]
 
 
-def _parse_settings(options: BenchOptions) -> tuple[Setting, ...]:
+def parse_settings(temperatures: str, batch: str) -> tuple[Setting, ...]:
+    """Every temperature at every batch size; both as typed.
+
+    Raises:
+        ValueError: naming the option.
+    """
     return tuple(
         Setting(temperature, batch_size)
-        for temperature in _parse_temperatures(str(options.temperature))
-        for batch_size in _parse_batch_sizes(options.batch)
+        for temperature in _parse_temperatures(temperatures)
+        for batch_size in _parse_batch_sizes(batch)
     )
 
 
@@ -181,11 +187,23 @@ def _check_numbers(options: BenchOptions) -> None:
     for name in ("max_tokens", "repeats", "max_model_len"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}: got {getattr(options, name)}, want 1 or more")
+    if options.reliability and options.head is None:
+        raise ValueError("reliability: got no head, want one with --head")
+    if options.mode.step_times and options.mode.separate_process:
+        raise ValueError(
+            "step_times: got it with separate_process; the steps of another process "
+            "are not seen, leave one of them out"
+        )
     if options.dtype not in DTYPES:
         raise ValueError(f"dtype: got {options.dtype!r}, want one of {list(DTYPES)}")
 
 
-def _make_writable(out: Path) -> None:
+def make_writable(out: Path) -> None:
+    """Make a folder for results.
+
+    Raises:
+        ValueError: it cannot be written to.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / ".writable"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_eagle3.acceptance import DraftCounts
-from vllm_eagle3.engine import EngineSpec, Generation, Sampling
+from vllm_eagle3.engine import EngineSpec, Generation, Sampling, StepTimes
 
 LOG_TAIL_LINES = 15
 STOP_SECONDS = 20
@@ -30,6 +30,7 @@ class Timed:
     generations: tuple[Generation, ...]
     seconds: float
     counts: DraftCounts
+    step_times: StepTimes
 
     @property
     def new_tokens(self) -> int:
@@ -98,6 +99,7 @@ class WorkerProcess:
             tuple(_generation(fields) for fields in reply["generations"]),
             float(reply["seconds"]),
             DraftCounts(**counts),
+            StepTimes(**reply["step_times"]),
         )
 
     def close(self) -> None:

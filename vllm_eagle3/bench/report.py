@@ -16,6 +16,7 @@ from vllm_eagle3.bench.methods import Method
 from vllm_eagle3.bench.plan import BenchPlan, Setting
 from vllm_eagle3.bench.process import Timed
 from vllm_eagle3.bench.runs import Repeat
+from vllm_eagle3.bench.statistics import MAX_RELATIVE_WIDTH
 
 Record = dict[str, Any]
 
@@ -84,7 +85,8 @@ class LiveTable:
         row.so_far.batches.append(timed)
         done = len(row.so_far.batches)
         row.state = f"{done}/{self._total}"
-        every = max(1, self._total // _LINES_WITHOUT_TERMINAL)
+        lines = max(1, _LINES_WITHOUT_TERMINAL // len(self._plan.settings))
+        every = max(1, self._total // lines)
         if done % every == 0 or done == self._total:
             speed = f"{row.so_far.tokens_per_s:.1f} tokens/s"
             self._say(f"{method.name}: {row.state}, {speed}")
@@ -213,15 +215,23 @@ def verdict(runs: Sequence[Record]) -> str:
     candidates = [r for r in runs if "identical" in r and r.get("speed_up")]
     if not candidates:
         return ""
-    best = max(candidates, key=lambda run: run["speed_up"])
+    # The one whose gain is surest: a wide interval is no merit.
+    best = max(candidates, key=lambda run: run["speed_up_interval"][0])
     low, high = best["speed_up_interval"]
     speed_up = best["speed_up"]
     what = f"{best['method']} at batch {best['batch']}"
+    if best["temperature"]:
+        what += f", temperature {best['temperature']:g},"
     if low > 1 and speed_up > 1 + NOTABLE:
         return f"Speculation pays here: {what} is {speed_up:.2f} times as fast as off."
     if high < 1 and speed_up < 1 - NOTABLE:
         return (
             f"Speculation does not pay here: the best, {what}, runs at "
             f"{speed_up:.2f} times the speed of off."
+        )
+    if high - low > 2 * MAX_RELATIVE_WIDTH:
+        return (
+            f"No telling whether speculation pays here: the best, {what}, is between "
+            f"{low:.2f} and {high:.2f} times off."
         )
     return f"Speculation changes little here: {what} is {speed_up:.2f} times off."

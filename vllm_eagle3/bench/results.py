@@ -28,6 +28,7 @@ from vllm_eagle3.bench.plan import BenchPlan
 from vllm_eagle3.bench.process import Timed
 from vllm_eagle3.bench.runs import MethodRun, Repeat, total_counts
 from vllm_eagle3.bench.statistics import Cells, SpeedUp, speed_up
+from vllm_eagle3.engine import StepTimes
 
 Record = dict[str, Any]
 FILE_NAME = "results.json"
@@ -42,7 +43,7 @@ def make_results(plan: BenchPlan, runs: Sequence[MethodRun]) -> Record:
             **describe_environment(),
             "target": _folder_record(plan.target, "config.json"),
             "head": _folder_record(plan.head, "*.*") if plan.head else None,
-            "prompts": [_file_record(Path(path)) for path in plan.options.prompts],
+            "prompts": [file_record(Path(path)) for path in plan.options.prompts],
             "prompt_ids_sha256": _sha256(json.dumps(plan.prompt_ids).encode()),
             "options": {**asdict(plan.options), "out": str(plan.options.out)},
             "near_tie_nats": NEAR_TIE_NATS,
@@ -60,7 +61,7 @@ def _folder_record(folder: Path, pattern: str) -> Record:
     }
 
 
-def _file_record(path: Path) -> Record:
+def file_record(path: Path) -> Record:
     return {"path": str(path), "sha256": _sha256(path.read_bytes())}
 
 
@@ -112,6 +113,8 @@ def run_record(plan: BenchPlan, run: MethodRun, plain: MethodRun | None) -> Reco
         record.update(_speed_up_record(run, plain, list(range(len(run.batches)))))
         record["mean_running"] = _mean_running(plain)
         record["token_counts_equal"] = _token_counts_equal(run, plain)
+    if step := _step_record(run):
+        record["step"] = step
     if run.method.speculates:
         record["counts"] = asdict(counts)
         record["conditional_acceptance"] = [
@@ -160,6 +163,17 @@ def _cells(run: MethodRun) -> Cells:
         [[timed.seconds for timed in repeat.batches] for repeat in run.repeats],
         [[timed.new_tokens for timed in repeat.batches] for repeat in run.repeats],
     )
+
+
+def _step_record(run: MethodRun) -> Record | None:
+    """Milliseconds of each part of a mean step; None where none was timed."""
+    batches = [timed for repeat in run.repeats for timed in repeat.batches]
+    total = sum((timed.step_times for timed in batches), StepTimes())
+    if not total.steps:
+        return None
+    parts = asdict(total)
+    steps = parts.pop("steps")
+    return {"steps": steps} | {k: 1000 * v / steps for k, v in parts.items()}
 
 
 def _mean_running(plain: MethodRun) -> float:

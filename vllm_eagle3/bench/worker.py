@@ -7,7 +7,8 @@ started with; everything else that prints (vLLM, compilers) is sent to standard 
 
     {"op": "start", "spec": {...}}             -> {"seconds": s}
     {"op": "generate", "prompts": [[id, ...], ...], "sampling": {...}}
-        -> {"seconds": s, "generations": [...], "counts": {...}}
+        -> {"seconds": s, "generations": [...], "counts": {...},
+            "step_times": {...}}
     end of input                               -> the process ends
 
 A request that fails is answered with {"error": "..."} and the process goes on.
@@ -67,7 +68,7 @@ class _Session:
 
     def _generate(self, engine: Engine, request: Message) -> Message:
         sampling = Sampling(**request["sampling"])
-        before = engine.metrics()
+        before, times = engine.metrics(), engine.step_times()
         began = time.perf_counter()
         generations = engine.generate(request["prompts"], sampling)
         seconds = time.perf_counter() - began
@@ -75,6 +76,7 @@ class _Session:
             "seconds": seconds,
             "generations": [asdict(generation) for generation in generations],
             "counts": asdict(engine.metrics() - before),
+            "step_times": asdict(engine.step_times() - times),
         }
 
     def close(self) -> None:
