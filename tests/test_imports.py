@@ -23,6 +23,7 @@ TIERS = (
     ("sampled_drafter", "budget"),
     ("simulate",),
     ("plain", "decode"),
+    ("reliability",),
 )
 # Part of the package -> parts it must not know.
 FORBIDDEN = {
