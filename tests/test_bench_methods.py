@@ -26,6 +26,7 @@ def test_chain_is_stock_vllm(length: int) -> None:
 
 def test_ours_carries_its_shape() -> None:
     assert parse_method("ours:auto").options == {"shape": "auto"}
+    assert parse_method("ours:auto:32").num_speculative_tokens == 32
     chain = parse_method("ours:chain:5")
     assert chain.options == {"shape": "chain"}
     assert chain.num_speculative_tokens == 5
@@ -126,7 +127,9 @@ def test_trees_are_named_by_nodes_and_if_wanted_by_shape() -> None:
     assert shaped.options == {"shape": "tree", "top_k": 2, "depth": 4}
 
 
-@pytest.mark.parametrize("name", ["ours:tree:0", "ours:tree:8:2", "ours:tree:4:2:9"])
+@pytest.mark.parametrize(
+    "name", ["ours:tree:0", "ours:tree:8:2", "ours:tree:4:2:9", "ours:auto:65"]
+)
 def test_trees_that_cannot_be_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         parse_methods(name)

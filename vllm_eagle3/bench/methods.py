@@ -5,7 +5,7 @@ chain:K            stock vLLM, EAGLE-3 chain of K draft tokens from the head
 METHOD:MODEL[:K]   stock vLLM, another of its methods with that method's own model:
                    draft_model, eagle, eagle3, dflash, dspark, medusa, mlp_speculator
 METHOD[:K]         one that needs no model: ngram, ngram_gpu, suffix, mtp
-ours:auto          this package, shape chosen by it
+ours:auto[:N]      this package, shape chosen by it, N nodes at most
 ours:chain:K       this package, chain of K draft tokens
 ours:tree:N        this package, trees of N nodes; ours:tree:N:TOP_K:DEPTH shapes them
 """
@@ -31,7 +31,7 @@ _USUAL_LENGTH = 3
 # larger batches and the one that is usual.
 CONTROLS = ("off", "chain:1", "chain:3")
 KNOWN_METHODS = (
-    f"off, chain:K, ours:auto, ours:chain:K (K in 1..{MAX_CHAIN}), "
+    f"off, chain:K, ours:auto[:N], ours:chain:K (K in 1..{MAX_CHAIN}), "
     f"ours:tree:N[:TOP_K:DEPTH] (N in 1..{MAX_SPECULATIVE_TOKENS}), "
     f"{'[:K], '.join(NEED_NO_MODEL)}[:K], METHOD:MODEL[:K] with METHOD one of "
     f"{', '.join(NEED_A_MODEL)}"
@@ -98,8 +98,8 @@ def parse_method(name: str) -> Method:
             return Method(name)
         case ["chain", length]:
             return Method(name, num_speculative_tokens=_chain_length(name, length))
-        case ["ours", "auto"]:
-            return _ours(name, "auto", AUTO_CHAIN)
+        case ["ours", "auto", *numbers] if _are_numbers(numbers, 0, 1):
+            return _auto(name, numbers)
         case ["ours", "chain", length]:
             return _ours(name, "chain", _chain_length(name, length))
         case ["ours", "tree", *numbers] if _are_numbers(numbers, 1, 3):
@@ -131,6 +131,15 @@ def _model_and_length(parts: list[str]) -> tuple[str, list[str]]:
 
 def _ours(name: str, shape: str, num_tokens: int) -> Method:
     return Method(name, True, num_tokens, options={"shape": shape})
+
+
+def _auto(name: str, numbers: list[str]) -> Method:
+    most = int(numbers[0]) if numbers else AUTO_CHAIN
+    if not 1 <= most <= MAX_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"methods: got {name!r}, want 1..{MAX_SPECULATIVE_TOKENS} nodes at most"
+        )
+    return _ours(name, "auto", most)
 
 
 def _are_numbers(texts: list[str], *counts: int) -> bool:

@@ -17,7 +17,7 @@ from vllm.v1.metrics.reader import Counter, Metric, Vector
 
 from vllm_eagle3.acceptance import DraftCounts
 from vllm_eagle3.engine import EngineSpec, Generation, Sampling, StepTimes
-from vllm_eagle3.integration.step_timer import StepTimer
+from vllm_eagle3.integration.step_times import StepStopwatch
 
 
 class VllmEngine:
@@ -30,7 +30,7 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.llm = LLM(**_llm_arguments(spec))
-        self._timer = StepTimer(self.llm) if spec.mode.step_times else None
+        self._stopwatch = StepStopwatch(self.llm) if spec.mode.step_times else None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling
@@ -65,7 +65,7 @@ class VllmEngine:
         return draft_counts(self.llm.get_metrics())
 
     def step_times(self) -> StepTimes:
-        return StepTimes() if self._timer is None else self._timer.total
+        return StepTimes() if self._stopwatch is None else self._stopwatch.total
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

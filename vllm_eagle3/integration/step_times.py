@@ -31,7 +31,7 @@ _PARTS = (
 )
 
 
-class StepTimer:
+class StepStopwatch:
     """Times every step of `llm` from now on.
 
     Raises:
