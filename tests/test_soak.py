@@ -308,6 +308,35 @@ def test_server_command_is_what_users_type() -> None:
     assert "speculative" not in plain and "additional" not in plain
 
 
+# ---- what is said
+
+
+def test_report_is_json_and_names_what_is_wrong() -> None:
+    import json
+
+    from vllm_eagle3.soak.command import describe, make_report
+    from vllm_eagle3.soak.run import Expected, Progress, Soaked
+
+    bad = replace(ONE, verdicts=[(3, "json", Verdict("token 1"))])
+    rounds = [ONE, bad, ONE]
+    found = checks.check_all(rounds, {}, is_alive=True)
+    soaked = Soaked(Expected([], [], {}), rounds, is_alive=True)
+    report = json.loads(json.dumps(make_report(options(), soaked, found)))
+    assert not report["ok"] and report["requests"] == 3
+    wrong = {"round": 1, "request": 3, "kind": "json", "why": "token 1"}
+    assert report["wrong"] == [wrong] and report["kinds"] == {"greedy": 2, "json": 1}
+    assert report["rounds"][0]["acceptance_length"] == 2.5
+
+    moment = Progress("round 2", 30, 60, 1, 812.4, 2.5, 0.25, 3 << 30)
+    assert describe(moment) == (
+        "round 2: 30/60, 1 wrong, 812 tokens/s, acceptance length 2.50, KV 25%, "
+        "memory 3072 MiB"
+    )
+
+
+# ---- a small one
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 def test_small_soak_of_the_tiny_pair(models: Any, tmp_path: Path) -> None:

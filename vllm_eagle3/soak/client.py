@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 from openai import APIError, AsyncOpenAI
 
 from vllm_eagle3.soak.workload import Request
@@ -63,7 +62,7 @@ async def ask(client: AsyncOpenAI, request: Request) -> Answer:
             await _take_stream(client, request, answer)
         else:
             await _take_whole(client, request, answer)
-    except (APIError, httpx.HTTPError) as error:  # a stream may simply break off
+    except APIError as error:
         answer.status = getattr(error, "status_code", 0)
         answer.error = f"{type(error).__name__}: {error}"
     return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from vllm_eagle3.soak.run import (
     wrong_answers,
 )
 
+LOG_SECONDS = 10.0
 _MOST_REPORTED = 50
 
 
@@ -38,8 +40,8 @@ def run_soak_command(options: SoakOptions, console: Console) -> bool:
         f" at a time; logs in {options.out}",
         highlight=False,
     )
-    with console.status("starting a server without speculation") as status:
-        soaked = run_soak(options, lambda moment: status.update(live_line(moment)))
+    with LiveLine(console) as show:
+        soaked = run_soak(options, show)
     checks = check_all(soaked.rounds, soaked.expected.laws, soaked.is_alive)
     write_json(options.out / "soak.json", make_report(options, soaked, checks))
     console.print(_rounds_table(soaked.rounds))
@@ -50,7 +52,31 @@ def run_soak_command(options: SoakOptions, console: Console) -> bool:
     return all(check.ok for check in checks)
 
 
-def live_line(moment: Progress) -> str:
+class LiveLine:
+    """How it goes, in one line that changes; in a log, a line every ten seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("starting a server")
+        self._next_line = 0.0
+
+    def __enter__(self) -> LiveLine:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def __call__(self, moment: Progress) -> None:
+        line = describe(moment)
+        self._status.update(line)
+        if not self._console.is_terminal and time.monotonic() >= self._next_line:
+            self._console.print(line, highlight=False)
+            self._next_line = time.monotonic() + LOG_SECONDS
+
+
+def describe(moment: Progress) -> str:
+    """One line on a moment of the soak."""
     length = moment.acceptance_length
     return (
         f"{moment.stage}: {moment.done}/{moment.total}, {moment.wrong} wrong, "

@@ -117,6 +117,7 @@ def _seeded(draw: _Draw) -> dict[str, Any]:
         "temperature": draw.temperature(),
         "top_k": choice((0, 5, 20)),
         "top_p": choice((1.0, 0.9, 0.6)),
+        "min_p": choice((0.0, 0.05)),
         "seed": draw.seed(),
     }
 
@@ -131,6 +132,7 @@ def _penalties(draw: _Draw) -> dict[str, Any]:
         "presence_penalty": choice((0.0, 0.6, -0.4)),
         "frequency_penalty": choice((0.3, -0.2)),
         "repetition_penalty": choice((1.0, 1.2)),
+        "logit_bias": {str(token): 1.5 for token in draw.prompt(3, 3)},
     }
 
 
