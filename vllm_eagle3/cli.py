@@ -375,9 +375,10 @@ def train(
     ] = False,
 ) -> None:
     """Train a head; resumes if the run has been stopped."""
+    from vllm_eagle3.evaluation.scoring import scorer
     from vllm_eagle3.train.train_command import run_train
 
-    run_train(config, Console(), overrides or [], dry_run)
+    run_train(config, Console(), overrides or [], dry_run, scorer(_ENGINE))
 
 
 @app.command()

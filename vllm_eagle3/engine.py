@@ -129,6 +129,10 @@ class Engine(Protocol):
         """
         ...
 
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability in nats of each id but the first, given those before it."""
+        ...
+
     def metrics(self) -> DraftCounts:
         """Counters since the engine started."""
         ...

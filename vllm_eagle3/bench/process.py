@@ -102,6 +102,15 @@ class WorkerProcess:
             StepTimes(**reply["step_times"]),
         )
 
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """`Engine.score` of these ids.
+
+        Raises:
+            WorkerError: the engine refused or died.
+        """
+        self._send({"op": "score", "prompts": [list(ids) for ids in prompts]})
+        return self._receive()["scores"]
+
     def close(self) -> None:
         """End the process: politely, then with force."""
         self._close_stdin()

@@ -9,6 +9,7 @@ started with; everything else that prints (vLLM, compilers) is sent to standard 
     {"op": "generate", "prompts": [[id, ...], ...], "sampling": {...}}
         -> {"seconds": s, "generations": [...], "counts": {...},
             "step_times": {...}}
+    {"op": "score", "prompts": [[id, ...], ...]} -> {"scores": [[nats, ...], ...]}
     end of input                               -> the process ends
 
 A request that fails is answered with {"error": "..."} and the process goes on.
@@ -62,8 +63,10 @@ class _Session:
             return {"seconds": time.perf_counter() - began}
         if request["op"] == "generate" and self._engine is not None:
             return self._generate(self._engine, request)
+        if request["op"] == "score" and self._engine is not None:
+            return {"scores": self._engine.score(request["prompts"])}
         raise ValueError(
-            f"op: got {request['op']!r}, want 'start' first, then 'generate'"
+            f"op: got {request['op']!r}, want 'start' first, then 'generate' or 'score'"
         )
 
     def _generate(self, engine: Engine, request: Message) -> Message:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.reader import Counter, Metric, Vector
 
 from vllm_eagle3.acceptance import DraftCounts
@@ -61,6 +61,15 @@ class VllmEngine:
                 if output.finished:
                     yield running.pop(output.request_id), _generation(output.outputs[0])
 
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(ids)} for ids in prompts],
+            # One new token is the least that vLLM makes.
+            SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+            use_tqdm=False,
+        )
+        return [_prompt_scores(output) for output in outputs]
+
     def metrics(self) -> DraftCounts:
         return draft_counts(self.llm.get_metrics())
 
@@ -69,6 +78,13 @@ class VllmEngine:
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _prompt_scores(output: RequestOutput) -> list[float]:
+    assert output.prompt_token_ids is not None and output.prompt_logprobs is not None
+    pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    # Nothing comes before the first id, so it has no entry.
+    return [entry[token].logprob for token, entry in pairs if entry is not None]
 
 
 def draft_counts(metrics: Sequence[Metric]) -> DraftCounts:

@@ -79,6 +79,8 @@ class TrainConfig(BaseModel):
         precision: `bf16` multiplies in bfloat16 with fp32 master weights.
         device: `auto` is a GPU where there is one.
         draft_tokens: length of the chain whose held-out acceptance is judged.
+        parity_rows: held-out rows on which the target must give the engine's
+            log-probabilities before the first step (see `parity`); 0 leaves it out.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -113,6 +115,7 @@ class TrainConfig(BaseModel):
     held_out_rows: int = Field(default=64, gt=0)
     draft_tokens: int = Field(default=5, gt=0, le=16)
     evaluate_every: int = Field(default=250, gt=0)
+    parity_rows: int = Field(default=8, ge=0)
 
     @field_validator("taps", mode="plain")
     @classmethod

@@ -14,6 +14,7 @@ from torch import nn
 from ..taps import check_tap_ids
 from ..vocab import DraftVocab
 from .data import Batch
+from .output_layer import OutputLayer
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ class TargetFeatures:
         model: Any = AutoModelForCausalLM.from_pretrained(str(target_dir), dtype=dtype)
         self.model = model.to(device).eval().requires_grad_(False)
         self.decoder = self.model.get_decoder()
+        self.target_dir = str(target_dir)
         self.tap_ids = check_tap_ids(tap_ids, len(self.decoder.layers))
-        self.to_target_ids = vocab.to_target_ids.to(device)
+        self.output_layer = OutputLayer(model)
+        self.draft_output_layer = OutputLayer(model, vocab.to_target_ids.to(device))
         self.device = device
 
     @property
@@ -118,7 +121,7 @@ class TargetFeatures:
         last = last[row, token - 1]
         masses, bests = [], []
         for hidden in last.split(512):
-            logits = self.model.get_output_embeddings()(hidden).float()
+            logits = self.output_layer(hidden)
             bests.append(logits.argmax(-1))
             masses.append(logits.logsumexp(-1))
         return Readings(taps, last, torch.cat(masses), torch.cat(bests))
@@ -165,9 +168,8 @@ class TargetFeatures:
                 handle.remove()
 
     def _law(self, readings: Readings) -> torch.Tensor:
-        weight = self.lm_head[self.to_target_ids]
         laws = [
-            ((hidden @ weight.T).float() - mass[:, None]).exp_().to(torch.bfloat16)
+            (self.draft_output_layer(hidden) - mass[:, None]).exp_().to(torch.bfloat16)
             for hidden, mass in zip(
                 readings.last.split(512), readings.mass.split(512), strict=True
             )

@@ -18,13 +18,21 @@ from rich.progress import (
 
 from .. import embedded
 from .config import TrainConfig, read_config
+from .parity import Score, teacher_parity_gate
 from .plan import make_plan, show_plan
 
 
 def run_train(
-    config: Path, console: Console, overrides: Sequence[str] = (), dry_run: bool = False
+    config: Path,
+    console: Console,
+    overrides: Sequence[str] = (),
+    dry_run: bool = False,
+    score: Score | None = None,
 ) -> None:
     """Train as `config` says, with progress on the console; or show the plan alone.
+
+    Args:
+        score: asked by the teacher-parity gate; None leaves the gate out.
 
     Raises:
         ValueError: whatever is wrong with the configuration, the data or the disk.
@@ -35,10 +43,13 @@ def run_train(
         return
     from .trainer import Trainer
 
+    gate = None
+    if score is not None:
+        gate = teacher_parity_gate(score, console.print)
     with _progress(console) as progress:
         shown = _Shown(progress)
         try:
-            best = Trainer(settings, shown).train()
+            best = Trainer(settings, shown, gate).train()
         except OSError as error:
             raise ValueError(f"out: {settings.out}: {error}") from error
     if shown.is_main:

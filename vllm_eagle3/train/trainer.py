@@ -31,9 +31,10 @@ Report = Callable[[dict[str, Any]], None]
 # Refuses, by a ValueError, a target whose captured states do not give its logits.
 Gate = Callable[[TargetFeatures, Sequence[Row]], None]
 LOG_EVERY = 10
-_GATE_ROWS = 8
 # Not part of what a run is: they may change when it goes on.
-_INCIDENTAL = frozenset({"out", "device", "features_dir", "rows", "accumulate"})
+_INCIDENTAL = frozenset(
+    {"out", "device", "features_dir", "rows", "accumulate", "parity_rows"}
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,9 @@ class Trainer:
         if self.gate is not None and self.step == 0:
             with self.accelerator.main_process_first():
                 if self.accelerator.is_main_process:
-                    self.gate(self.begun.target, self.data.held_out[:_GATE_ROWS])
+                    self.gate(
+                        self.begun.target, self.data.held_out[: self.config.parity_rows]
+                    )
         window = Window()
         for number, group in enumerate(self._schedule()):
             if number < self.step:
