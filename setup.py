@@ -40,7 +40,7 @@ setup(
         "vllm": ["vllm==0.32.*"],
         "train": ["accelerate", "transformers>=5"],
         "ray": ["ray>=2.40"],
-        "plots": ["matplotlib"],
+        "plots": ["matplotlib", "scipy"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "scipy"],
     },
     entry_points={

@@ -39,7 +39,7 @@ app = typer.Typer(
 )
 # Commands that start engines are restarted once with the libraries that vLLM wants.
 # The processes that `bench` and `demo` start get them without that.
-ENGINE_COMMANDS = frozenset({"data", "eval"})
+ENGINE_COMMANDS = frozenset({"data"})
 _ENGINE = "vllm_eagle3.integration.engine:VllmEngine"
 _DEFAULT_MODE = EngineMode()
 _DEBUG_HELP = "Show the traceback of an error."
@@ -412,3 +412,46 @@ def soak(
         seed=seed,
     )
     raise typer.Exit(0 if run_soak_command(options, Console()) else 1)
+
+
+@app.command()
+def scale(
+    config: Annotated[Path, typer.Option("--config", "-c", help="YAML of the run.")],
+    out: Annotated[Path, typer.Option(help="Folder of points and report.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, as in loss.eta=3.")
+    ] = None,
+    curve: Annotated[bool, typer.Option(help="Acceptance against data.")] = True,
+    grid: Annotated[bool, typer.Option(help="The ablation grid.")] = False,
+    fractions: Annotated[
+        str, typer.Option(help="Parts of the data.")
+    ] = "1/8,1/4,1/2,1",
+    seeds: Annotated[str, typer.Option(help="As in 0,1,2.")] = "0",
+    same: Annotated[
+        str, typer.Option(help="At every point the same: epochs or steps.")
+    ] = "epochs",
+    grid_fraction: Annotated[str, typer.Option(help="Data of the grid.")] = "1/4",
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="Measure on these in the engine too.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="First N of each file.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 96,
+) -> None:
+    """Train on parts of the data, or without parts of the method, and compare."""
+    from vllm_eagle3.evaluation.scale_command import ScaleOptions, run_scale_command
+
+    options = ScaleOptions(
+        config=config,
+        out=out,
+        overrides=tuple(overrides or ()),
+        curve=curve,
+        grid=grid,
+        fractions=fractions,
+        seeds=seeds,
+        same=same,
+        grid_fraction=grid_fraction,
+        prompts=tuple(prompts or ()),
+        limit=limit,
+        max_tokens=max_tokens,
+    )
+    run_scale_command(options, _ENGINE, Console())

@@ -47,13 +47,23 @@ def run_eval_command(
         ValueError: an option is wrong; nothing was started.
         WorkerError: an engine failed.
     """
+    results = evaluate(options, engine, console)
+    if as_json:
+        print(json.dumps(results, indent=2))
+    else:
+        console.print(results_table(results))
+    return results
+
+
+def evaluate(options: EvalOptions, engine: str, console: Console) -> Record:
+    """The results of `eval`; see `run_eval_command`."""
     with tempfile.TemporaryDirectory(prefix="vllm-eagle3-eval-") as folder:
         plans = {file: _plan(options, file, Path(folder)) for file in options.prompts}
         with Bars(console=console) as bars:
             observed = _observe(options, plans, engine, Path(folder), bars)
             judged = _predict(options, plans, observed, bars)
     any_plan = next(iter(plans.values()))
-    results = make_results(
+    return make_results(
         judged,
         {
             "target": str(any_plan.target),
@@ -64,11 +74,6 @@ def run_eval_command(
             "dtype": options.dtype,
         },
     )
-    if as_json:
-        print(json.dumps(results, indent=2))
-    else:
-        console.print(results_table(results))
-    return results
 
 
 def _plan(options: EvalOptions, file: str, folder: Path) -> BenchPlan:

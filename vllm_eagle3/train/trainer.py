@@ -22,7 +22,7 @@ from .data import Row, collate, fingerprint, make_batches
 from .evaluate import PredictedAcceptance, predict_acceptance
 from .features import TargetFeatures
 from .run_log import RunLog, Window
-from .start import read_run_data, read_target_config, start_run
+from .start import RunData, read_run_data, read_target_config, start_run
 from .step import StepOutput, TrainingStep
 
 __all__ = ["Best", "TrainConfig", "Trainer"]
@@ -59,13 +59,18 @@ class Trainer:
         report: called on the main process with each record of the log.
         gate: called on the main process before the first step, with the target and
             some held-out rows.
+        data: rows that are split already; None reads and splits those of `config`.
 
     Raises:
         ValueError: whatever is wrong with rows, target, head or configuration.
     """
 
     def __init__(
-        self, config: TrainConfig, report: Report, gate: Gate | None = None
+        self,
+        config: TrainConfig,
+        report: Report,
+        gate: Gate | None = None,
+        data: RunData | None = None,
     ) -> None:
         self.config, self.report, self.gate = config, report, gate
         cpu = config.device == "cpu" or not torch.cuda.is_available()
@@ -76,7 +81,7 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(config.seed)
         self.target_config = read_target_config(config)
-        self.data = read_run_data(config, self.target_config)
+        self.data = data or read_run_data(config, self.target_config)
         with self.accelerator.main_process_first():
             self.begun = start_run(
                 config, self.target_config, self.data, str(self.accelerator.device)
