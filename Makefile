@@ -72,8 +72,8 @@ $(TINY): tests/models/bigram.py tests/models/shapes.py | setup
 	rm -rf $@
 	$(PY) -m tests.models.builders $(@D) $(@F)
 
-fingerprints: setup  ## record the vLLM functions that are overridden, list changes
-	$(PY) -m vllm_eagle3.integration.fingerprints
+fingerprints: setup  ## record the vLLM functions we override; VLLM=x.y.z: its wheel's
+	$(PY) -m vllm_eagle3.integration.$(if $(VLLM),releases $(VLLM),fingerprints)
 
 clean:  ## remove the environment and caches of tools
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -30,6 +30,7 @@ class Eagle3Options(BaseModel):
             still follows, ready to draft).
         top_k: children of a node, and nodes run per level, of a tree.
         depth: levels of a tree; by default 6, or the budget if that is smaller.
+        check_ranks: compare what the ranks of a target draft and judge; for debugging.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,6 +38,7 @@ class Eagle3Options(BaseModel):
     shape: Literal["auto", "chain", "tree", "off"] = "auto"
     top_k: int = Field(default=4, ge=1, le=32)
     depth: int | None = Field(default=None, ge=1, le=16)
+    check_ranks: bool = False
 
     def tree_shape(self, num_speculative_tokens: int) -> TreeShape | None:
         """The shape to grow under that budget, or None when nothing is drafted.

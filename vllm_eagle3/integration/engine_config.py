@@ -85,11 +85,11 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
         return  # a copy of a prepared configuration
     spec = vllm_config.speculative_config
     options = read_options(vllm_config.additional_config)
-    shape = options.tree_shape(spec.num_speculative_tokens)
     reason = unsupported or _unsupported_engine(vllm_config)
     if reason:
         _fall_back(spec, reason)
         return
+    shape = options.tree_shape(spec.num_speculative_tokens)
     if shape is not None and shape.top_k > 1:
         if obstacle := why_no_trees(vllm_config):
             shape = _chain_instead(vllm_config, obstacle)
@@ -150,8 +150,9 @@ def _chain_instead(vllm_config: VllmConfig, obstacle: str) -> TreeShape:
     """Rewrite the options, which every process reads again."""
     budget = vllm_config.speculative_config.num_speculative_tokens
     shape = TreeShape.chain(min(budget, MAX_FALLBACK_CHAIN))
-    options = {**vllm_config.additional_config, KEY: {"shape": "chain"}}
-    vllm_config.additional_config = options
+    given = read_options(vllm_config.additional_config)
+    options = {"shape": "chain", "check_ranks": given.check_ranks}
+    vllm_config.additional_config = {**vllm_config.additional_config, KEY: options}
     _warn_once(
         f"vllm_eagle3 drafts chains of {shape.num_nodes} in this engine, not trees: "
         f"{obstacle}"

@@ -64,16 +64,17 @@ def check(
             f"{RECORD.name}: got no release, want at least one; "
             "run python -m vllm_eagle3.integration.fingerprints"
         )
-    known = releases.get(version) or releases[max(releases, key=_release_key)]
+    known = releases.get(version) or releases[max(releases, key=release_key)]
     mismatches = []
     for function in functions:
-        problem = _problem(known.get(function), fingerprint(function, root))
-        if problem:
-            mismatches.append(Mismatch(function, problem, version))
+        difference = problem(known.get(function), fingerprint(function, root))
+        if difference:
+            mismatches.append(Mismatch(function, difference, version))
     return mismatches
 
 
-def _problem(known: str | None, found: str | None) -> str | None:
+def problem(known: str | None, found: str | None) -> str | None:
+    """What is wrong with a function whose fingerprint was `known`; None if nothing."""
     if found is None:
         return "is gone"
     if known is None:
@@ -161,7 +162,8 @@ def read_record() -> dict[str, dict[str, str]]:
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
 
 
-def _release_key(version: str) -> tuple[int, ...]:
+def release_key(version: str) -> tuple[int, ...]:
+    """Sorts releases."""
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 

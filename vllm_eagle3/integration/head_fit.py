@@ -20,6 +20,7 @@ from vllm.config import SpeculativeConfig
 
 from ..head_checks import Target
 from ..head_serving import fit_head
+from .head_sharding import check_sharding
 
 logger = logging.getLogger("vllm.vllm_eagle3")
 
@@ -88,6 +89,12 @@ def head_fields(spec: SpeculativeConfig) -> dict[str, Any] | None:
         )
         return None
     fit = fit_head(head_dir, _target_of(spec.target_model_config))
+    if not fit.foreign:
+        check_sharding(
+            fit.fields,
+            spec.draft_tensor_parallel_size,
+            spec.target_parallel_config.tensor_parallel_size,
+        )
     for finding in fit.warnings:
         logger.warning("head %s: %s: %s", spec.model, finding.field, finding.message)
     return {_FOREIGN: fit.foreign} if fit.foreign else fit.fields

@@ -28,6 +28,7 @@ from ..config import read_options
 from ..tree_runs import batch_trees, blocks_per_branch, num_branches
 from ..verify import Verdict
 from .proposer import Eagle3Proposer
+from .ranks import ranks_of_target
 from .run_attention import RunAttention
 from .sampler import (
     as_output,
@@ -48,9 +49,9 @@ class Eagle3Runner(GPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.drafter = Eagle3Proposer(self.vllm_config, self.device, self)
-        shape = read_options(self.vllm_config.additional_config).tree_shape(
-            self.num_spec_tokens
-        )
+        options = read_options(self.vllm_config.additional_config)
+        shape = options.tree_shape(self.num_spec_tokens)
+        self.ranks = ranks_of_target(options.check_ranks)
         self.tree_shape = shape if shape is not None and shape.top_k > 1 else None
         self.tree_attention: RunAttention | None = None
         # request -> parents of its drafts in this step
@@ -150,10 +151,12 @@ class Eagle3Runner(GPUModelRunner):
             # The walk samples one row a request, as without speculation.
             thinking.in_spec_mode = not walks
         if logits is None or spec_decode_metadata is None or not walks:
-            return super()._sample(logits, spec_decode_metadata)
+            output = super()._sample(logits, spec_decode_metadata)
+            return self.ranks.settle_tokens(output)
         self.input_batch.update_async_output_token_ids()
         trees = {r: torch.from_numpy(tree) for r, tree in self.trees.items()}
         drafts = read_drafts(spec_decode_metadata, trees, logits.shape[0])
+        self.ranks.compare("trees", drafts.token_ids, drafts.parents)
         sampling = self.input_batch.sampling_metadata
         logprobs = None
         if takes_plain_argmax(sampling):
@@ -166,9 +169,10 @@ class Eagle3Runner(GPUModelRunner):
                 sampling,
                 self.input_batch.req_output_token_ids,
             )
-        self._verdict = verdict
+        self._verdict = verdict = self.ranks.settle(verdict, drafts.token_ids.shape[1])
         self._commit(verdict)
-        return as_output(verdict, logprobs)
+        # Log-probabilities belong to the leader's own walk.
+        return as_output(verdict, logprobs if self.ranks.leads else None)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)
@@ -211,7 +215,7 @@ class Eagle3Runner(GPUModelRunner):
         if self.tree_attention is not None and self.tree_attention.batch is not None:
             aux_hidden_states = self._straighten(aux_hidden_states)
             self.tree_attention.leave()
-        return super().propose_draft_token_ids(
+        drafts = super().propose_draft_token_ids(
             scheduler_output,
             sampled_token_ids,
             sampling_metadata,
@@ -220,6 +224,8 @@ class Eagle3Runner(GPUModelRunner):
             aux_hidden_states,
             *others,
         )
+        self.ranks.compare("drafts", drafts, np.array(self.drafter.last_parents or []))
+        return drafts
 
     def _straighten(
         self, aux_hidden_states: list[torch.Tensor] | None

@@ -47,6 +47,7 @@ _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 PROPOSER = (
     f"{_PROPOSER}.__init__",
     f"{_PROPOSER}.load_model",
+    f"{_PROPOSER}._get_model",
     f"{_PROPOSER}.propose",
     f"{_PROPOSER}.set_inputs_first_pass",
     f"{_PROPOSER}.build_model_inputs_first_pass",

@@ -8,6 +8,7 @@ the attention metadata of a level is derived from the first pass's.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..tree import DraftTree
 from ..tree_runs import depth_first
 from .growth import ChainGrowth, TreeGrowth
 from .head_loading import identity_maps_left_out
+from .head_sharding import is_whole, whole_layers
 
 
 class Eagle3Proposer(EagleProposer):
@@ -56,6 +58,10 @@ class Eagle3Proposer(EagleProposer):
         if d2t is not None:
             drafts = torch.arange(d2t.shape[0], device=d2t.device)
             self._to_target_ids = drafts + d2t
+
+    def _get_model(self) -> nn.Module:
+        with whole_layers() if is_whole(self.speculative_config) else nullcontext():
+            return super()._get_model()
 
     def prepare_trees(
         self, shape: TreeShape, layers: list[Any], block_size: int, scratch: np.ndarray

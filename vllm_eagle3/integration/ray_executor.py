@@ -1,0 +1,83 @@
+"""vLLM's Ray executor, for CPUs too, on a cluster that was looked at first.
+
+    vllm serve TARGET --distributed-executor-backend \\
+      vllm_eagle3.integration.ray_executor.RayExecutor
+
+On GPUs it is vLLM's own, which `ray` also names; what is added there is the check of
+the cluster (`ray_cluster`). vLLM refuses Ray on a CPU, but only because its platform
+names no Ray resource; a worker then takes one CPU of the cluster.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import ray
+from vllm.platforms import current_platform
+from vllm.v1.executor import ray_executor_v2
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+
+from . import ray_cluster
+
+# Read by libraries when a process starts, so later settings of vLLM come too late.
+START_VARIABLES = ("LD_PRELOAD", "OMP_NUM_THREADS", "KMP_BLOCKTIME", "KMP_TPAUSE")
+
+
+class RayCPUWorkerProc(RayWorkerProc):
+    """A worker without devices: Ray has no ids to hand out."""
+
+    def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
+        return ray.get_runtime_context().get_node_id(), [0]
+
+
+class RayExecutor(RayExecutorV2):
+    """Workers as Ray actors; see the module."""
+
+    def _init_executor(self) -> None:
+        with _cpus_as_devices() if current_platform.is_cpu() else nullcontext():
+            self._look_at_cluster()
+            super()._init_executor()
+
+    def _look_at_cluster(self) -> None:
+        if not ray.is_initialized():
+            ray.init(runtime_env=self.parallel_config.ray_runtime_env)
+        resource = current_platform.ray_device_key
+        nodes = ray_cluster.nodes_with(resource)
+        ray_cluster.check_versions(nodes, ray_cluster.versions())
+        # Inside a placement group, as under Ray Serve, vLLM counts its bundles.
+        if not (
+            self.parallel_config.placement_group
+            or ray.util.get_current_placement_group()
+        ):
+            ray_cluster.check_room(nodes, resource, self.parallel_config.world_size)
+
+    def _build_runtime_env(self) -> dict:
+        runtime_env = super()._build_runtime_env()
+        if current_platform.is_cpu():
+            inherited = {v: os.environ[v] for v in START_VARIABLES if v in os.environ}
+            runtime_env["env_vars"] = inherited | runtime_env["env_vars"]
+        return runtime_env
+
+    @staticmethod
+    def _get_actor_resource_kwargs() -> dict[str, Any]:
+        if current_platform.is_cpu():
+            # The bundle that holds the actor has taken the CPU.
+            return {"num_gpus": 0}
+        return RayExecutorV2._get_actor_resource_kwargs()
+
+
+@contextmanager
+def _cpus_as_devices() -> Iterator[None]:
+    """Meanwhile vLLM's CPU platform names a Ray resource, and workers are ours."""
+    platform = type(current_platform)
+    stock_key, stock_worker = platform.ray_device_key, ray_executor_v2.RayWorkerProc
+    platform.ray_device_key = "CPU"
+    ray_executor_v2.RayWorkerProc = RayCPUWorkerProc
+    try:
+        yield
+    finally:
+        platform.ray_device_key = stock_key
+        ray_executor_v2.RayWorkerProc = stock_worker
