@@ -90,6 +90,14 @@ def check_platform(device_type: str) -> Finding:
     )
 
 
+def check_release(version: str, was_run: bool, known: str) -> Finding:
+    """Whether the tests ran this release of vLLM; `known` says what is known of it."""
+    if was_run:
+        return Finding("vLLM release", Level.OK, f"{version}, {known}")
+    remedy = "install a release that was run, for trees: see docs/limits.md"
+    return Finding("vLLM release", Level.WARNING, f"{version}, {known}", remedy)
+
+
 def check_hooks(hooks: Iterable[Any]) -> list[Finding]:
     """What the plugin put in place; `hooks` have a name, active and a reason."""
     switched_off = os.environ.get("VLLM_EAGLE3") == "0"

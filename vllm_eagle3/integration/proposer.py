@@ -24,6 +24,7 @@ from ..config import read_options
 from ..drafter import HeadOutput, TreeShape, grow
 from ..tree import DraftTree
 from ..tree_runs import depth_first
+from .coupled import levels_of
 from .growth import ChainGrowth, TreeGrowth
 from .head_loading import identity_maps_left_out
 from .head_sharding import is_whole, whole_layers
@@ -42,6 +43,7 @@ class Eagle3Proposer(EagleProposer):
         self._first_logits: torch.Tensor | None = None
         self._to_target_ids: torch.Tensor | None = None
         self._tree_shape: TreeShape | None = None
+        self._levels = levels_of(vllm_config.parallel_config, self._run_idle_level)
         # Parents of the last proposal's nodes, if those are trees.
         self.last_parents: list[list[int]] | None = None
 
@@ -108,13 +110,26 @@ class Eagle3Proposer(EagleProposer):
             num_rejected_tokens_gpu,
             slot_mappings,
         )
+        self._levels.begin(0 if stock else self._most_levels(drafts, len(rows)))
         if stock or drafts <= 1:
+            self._levels.finish()
             return first_drafts
         # The first pass may have run over refused drafts too; they do not count.
         seq_lens = common_attn_metadata.seq_lens
         if num_rejected_tokens_gpu is not None:
             seq_lens = seq_lens - num_rejected_tokens_gpu
-        return self._grow(drafts, rows.long(), common_attn_metadata, seq_lens)
+        grown = self._grow(drafts, rows.long(), common_attn_metadata, seq_lens)
+        self._levels.finish()
+        return grown
+
+    def _most_levels(self, drafts: int, num_reqs: int) -> int:
+        """Passes of the head that growth may take."""
+        if drafts <= 1:
+            return 0
+        if self._tree_shape is None:
+            return drafts - 1
+        parts = -(-num_reqs // self._trees_at_once)
+        return parts * (self._tree_shape.depth - 1)
 
     def _draws_from_q(self, sampling: Any) -> bool:
         """Sampled drafts need all of q, as vLLM's own chain keeps it."""
@@ -209,6 +224,7 @@ class Eagle3Proposer(EagleProposer):
         Returns:
             (features to feed back [rows, hidden], draft logits [rows, draft_vocab])
         """
+        self._levels.count()
         rows = token_ids.shape[0]
         graph_mode, padded_rows, rows_across_dp = (
             self._determine_batch_execution_and_padding(rows)
@@ -230,7 +246,15 @@ class Eagle3Proposer(EagleProposer):
         return fed_back[:rows], self.draft_logits(hidden[:rows])
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        """One pass at profile size instead of one a draft token."""
+        """One pass at profile size, and the levels of engines that are not idle."""
+        self._dummy_pass(*args, **kwargs)
+        self._levels.begin(0)
+        self._levels.finish()
+
+    def _run_idle_level(self) -> None:
+        self._dummy_pass(num_tokens=1)
+
+    def _dummy_pass(self, *args: Any, **kwargs: Any) -> None:
         drafts = self.num_speculative_tokens
         self.num_speculative_tokens = 1
         try:

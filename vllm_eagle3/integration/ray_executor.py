@@ -37,22 +37,30 @@ class RayExecutor(RayExecutorV2):
     """Workers as Ray actors; see the module."""
 
     def _init_executor(self) -> None:
-        with _cpus_as_devices() if current_platform.is_cpu() else nullcontext():
-            self._look_at_cluster()
-            super()._init_executor()
-
-    def _look_at_cluster(self) -> None:
         if not ray.is_initialized():
             ray.init(runtime_env=self.parallel_config.ray_runtime_env)
-        resource = current_platform.ray_device_key
-        nodes = ray_cluster.nodes_with(resource)
-        ray_cluster.check_versions(nodes, ray_cluster.versions())
-        # Inside a placement group, as under Ray Serve, vLLM counts its bundles.
-        if not (
+        # One that was given, as under Ray Serve, is not ours to count or to remove.
+        self._own_placement = not (
             self.parallel_config.placement_group
             or ray.util.get_current_placement_group()
-        ):
+        )
+        with _cpus_as_devices() if current_platform.is_cpu() else nullcontext():
+            self._look_at_cluster(current_platform.ray_device_key)
+            super()._init_executor()
+
+    def _look_at_cluster(self, resource: str) -> None:
+        nodes = ray_cluster.nodes_with(resource)
+        ray_cluster.check_versions(nodes, ray_cluster.versions())
+        if self._own_placement:
             ray_cluster.check_room(nodes, resource, self.parallel_config.world_size)
+
+    def shutdown(self) -> None:
+        """Give the cluster its resources back too, which vLLM keeps."""
+        super().shutdown()
+        placement = self.parallel_config.placement_group
+        if placement and self._own_placement and ray.is_initialized():
+            ray.util.remove_placement_group(placement)
+            self.parallel_config.placement_group = None
 
     def _build_runtime_env(self) -> dict:
         runtime_env = super()._build_runtime_env()

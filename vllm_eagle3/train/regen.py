@@ -97,7 +97,7 @@ def write_replies(
     with out.open("a", encoding="utf-8") as lines:
         replies = engine.stream((ask.ids, ask.sampling) for ask in left)
         for done, (number, reply) in enumerate(replies, 1):
-            lines.write(json.dumps(_row(left[number], reply)) + "\n")
+            lines.write(json.dumps(reply_row(left[number], reply)) + "\n")
             written += len(reply.token_ids)
             if done % _FLUSH_EVERY == 0:
                 lines.flush()
@@ -105,7 +105,8 @@ def write_replies(
     return written
 
 
-def _row(ask: Ask, reply: Generation) -> dict[str, Any]:
+def reply_row(ask: Ask, reply: Generation) -> dict[str, Any]:
+    """One training row: all ids, and which of them the target wrote, and how hot."""
     start, end = len(ask.ids), len(ask.ids) + len(reply.token_ids)
     return {
         "kind": ask.kind,
