@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from tests.engine_run import EngineHandle, Run
+from tests.law_runs import worst_excess
+from tests.laws import LIMIT
 from tests.models.random_llama import known_prompts, other_prompts
 from tests.near_ties import differing
 from tests.tree_engine import tree_settings
@@ -16,6 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPTS = known_prompts() + other_prompts()
 REPLY = 48
+LAW_SAMPLES = 400  # of each law
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,15 +111,24 @@ def disturb_noise(worker: Any) -> None:
         torch.manual_seed(1234)
 
 
+def test_mixed_batch_follows_every_request_s_own_law(engine: Any) -> None:
+    handle = engine(
+        "f2", "h4", tensor_parallel_size=2, max_num_seqs=64, **tree_settings(4, 3, 12)
+    )
+    worst, drafted = worst_excess(handle, LAW_SAMPLES)
+    assert drafted > 0
+    assert worst < LIMIT
+
+
 @pytest.fixture(scope="module")
 def whole_head(engine: Any, plain: Run, one_rank: Run) -> EngineHandle:
-    """Chains, with all of the head on each rank, and no check."""
+    """Trees, with all of the head on each rank, and no check."""
     return engine(
         "f1",
         "h1",
         tensor_parallel_size=2,
-        num_speculative_tokens=4,
         speculation={"draft_tensor_parallel_size": 1},
+        **tree_settings(4, 6, 16),
     )
 
 
