@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--max-tokens", type=int, default=384)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="start without compiling")
     arguments = parser.parse_args()
     target = str(embedded.resolve_target(arguments.target))
@@ -61,6 +62,7 @@ def main() -> None:
         target,
         head=str(embedded.resolve_head(arguments.head)),
         num_speculative_tokens=arguments.nodes,
+        dtype=arguments.dtype,
         max_model_len=1024,
         mode=EngineMode(enforce_eager=arguments.eager),
     )

