@@ -4,7 +4,7 @@
 
 Every run is a process of its own; the order of the two changes from turn to turn.
 Prints tokens per second and acceptance length of each run, and the ratio of medians.
-`--tensor-parallel-size 2 --temperature 1 --requests 200` is a test of endurance as well:
+`--tensor-parallel-size 2 --temperature 1 --requests 200` is a test of endurance too:
 no request has a seed, and all must end.
 """
 
