@@ -34,7 +34,7 @@ class Writer:
         prompts = [ids.tolist() for ids in batch["ids"]]
         replies = self.engine.generate(prompts, self.sampling)
         rows = [
-            reply_row(Ask(ids, self.sampling, "chat"), reply)
+            reply_row(Ask(tuple(ids), self.sampling), reply)
             for ids, reply in zip(prompts, replies, strict=True)
         ]
         counts = self.engine.metrics()
