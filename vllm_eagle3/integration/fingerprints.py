@@ -85,8 +85,7 @@ def problem(known: str | None, found: str | None) -> str | None:
 def fingerprint(function: str, root: Path) -> str | None:
     """Hash of one function's syntax tree, or None where it does not exist."""
     module, _, qualname = function.partition(":")
-    folder = root.joinpath(*module.split(".")[1:])
-    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    path = source_file(module, root)
     if not path.is_file():
         return None
     node: ast.AST = _parse(path, path.stat().st_mtime_ns)
@@ -101,6 +100,12 @@ def fingerprint(function: str, root: Path) -> str | None:
             return None
         node = found[-1]  # the last definition is the one that counts
     return hashlib.sha256(_canonical(node).encode()).hexdigest()
+
+
+def source_file(module: str, root: Path) -> Path:
+    """Where the source of `vllm.a.b` lies below the vllm package."""
+    folder = root.joinpath(*module.split(".")[1:])
+    return folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
 
 
 # The modification time is part of the key, so that an edited file is read again.

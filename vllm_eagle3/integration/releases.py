@@ -171,9 +171,7 @@ def _exists(root: Path, module: str, name: str) -> bool:
     folder = root.joinpath(*module.split(".")[1:])
     if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
         return True
-    file = folder.with_suffix(".py")
-    if not file.is_file():
-        file = folder / "__init__.py"
+    file = fingerprints.source_file(module, root)
     return file.is_file() and name in _names_in(file)
 
 
