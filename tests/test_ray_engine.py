@@ -87,7 +87,7 @@ def describe_actor(worker: Any) -> tuple[str, str, bool]:
 
     hooks = {status.name: status.active for status in plugin._status}
     node = ray.get_runtime_context().get_node_id()
-    return node, type(worker).__name__, hooks["engine hooks"]
+    return node, type(worker.worker).__name__, hooks["engine hooks"]
 
 
 def test_a_killed_worker_ends_the_engine_in_bounded_time(

@@ -36,6 +36,8 @@ class RayCPUWorkerProc(RayWorkerProc):
 class RayExecutor(RayExecutorV2):
     """Workers as Ray actors; see the module."""
 
+    _own_placement = False
+
     def _init_executor(self) -> None:
         if not ray.is_initialized():
             ray.init(runtime_env=self.parallel_config.ray_runtime_env)
