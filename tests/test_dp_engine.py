@@ -22,7 +22,7 @@ from tests.near_ties import differing
 from tests.test_serve import wait_until_ready
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 Models = Callable[[str], Path]
 REQUEST_SECONDS = 120  # a hang shows as a request without an answer

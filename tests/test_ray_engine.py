@@ -17,7 +17,7 @@ from tests.ray_nodes import two_nodes
 from tests.tree_engine import tree_settings
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engine
 
 EXECUTOR = "vllm_eagle3.integration.ray_executor.RayExecutor"
 PROMPTS = known_prompts() + other_prompts()

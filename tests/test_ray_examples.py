@@ -20,7 +20,7 @@ from tests.near_ties import differing
 from tests.test_serve import wait_until_ready
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 Models = Callable[[str], Path]
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from tests.models.random_llama import known_prompts, other_prompts
 from tests.near_ties import differing
 from tests.tree_engine import tree_settings
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine
 
 PROMPTS = known_prompts() + other_prompts()
 REPLY = 48
