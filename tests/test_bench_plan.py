@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def test_another_method_has_a_model_of_its_own(tmp_path: Path) -> None:
     assert (ngram.method, ngram.head) == ("ngram", None)
     assert (draft_model.method, draft_model.head) == ("draft_model", str(draft))
     assert draft_model.num_speculative_tokens == 4
+
+
+def test_kv_cache_holds_the_largest_batch(tmp_path: Path) -> None:
+    options = fake_options(tmp_path, batch="1,64", max_tokens=200)
+    config = Path(options.target) / "config.json"
+    fields = {"max_position_embeddings": CONTEXT, "num_attention_heads": 32}
+    fields |= {"num_hidden_layers": 31, "hidden_size": 4096}
+    config.write_text(json.dumps({"model_type": "llama", **fields}))
+    plan = make_plan(options)
+    # 64 requests of 333 tokens and 512 KiB a token (2 * 32 layers * 4096 * 2 bytes)
+    # take 10.4 GiB, beside 1 GiB for whatever else.
+    assert plan.kv_cache_gib() == 11
+    assert plan.environ(plan.methods[0])["VLLM_CPU_KVCACHE_SPACE"] == "11"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,16 @@
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from vllm_eagle3.bench.report import notes, results_table, verdict
+from tests.bench_helpers import fake_options
+from vllm_eagle3.acceptance import DraftCounts
+from vllm_eagle3.bench.plan import make_plan
+from vllm_eagle3.bench.process import Timed
+from vllm_eagle3.bench.report import LiveTable, notes, results_table, verdict
+from vllm_eagle3.engine import Generation, StepTimes
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -108,3 +114,26 @@ def test_no_verdict_without_a_plain_run() -> None:
     alone = record()
     del alone["speed_up"]
     assert verdict([alone]) == ""
+
+
+def test_live_table_shows_the_setting_at_work(tmp_path: Path) -> None:
+    plan = make_plan(fake_options(tmp_path, batch="1,2", methods="off,chain:2"))
+    off, chain = plan.methods
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    counts = DraftCounts(drafts=2, draft_tokens=4, accepted_tokens=3)
+    with LiveTable(plan, console) as watcher:
+        watcher.started(off, 1.0)
+        watcher.started(chain, 1.0)
+        watcher.entering(plan.settings[1])
+        reply = (Generation((1, 2, 3, 4)),)
+        watcher.measured(chain, Timed(reply, 2.0, counts, StepTimes()))
+        screen = Console(file=io.StringIO(), width=100)
+        screen.print(watcher.table())
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "temperature 0, batch 2" in text
+    (row,) = [line for line in text.splitlines() if "chain:2" in line]
+    assert [cell.strip() for cell in row.split("│")[2:-1]] == [
+        *("1/2", "2.0", "2.50", "2")
+    ]
+    (waiting,) = [line for line in text.splitlines() if " off " in line]
+    assert "warming up" in waiting

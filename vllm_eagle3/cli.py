@@ -242,9 +242,10 @@ def demo(
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("demo.json"),
     target: Annotated[str, typer.Option(help=_TARGET_HELP)] = embedded.NAMES[0],
     head: Annotated[str, typer.Option(help=_HEAD_HELP)] = embedded.NAMES[0],
+    repeats: Annotated[int, typer.Option(help="Times through all prompts.")] = 1,
 ) -> None:
     """See speculation at work: a few prompts, with and without it, then a table."""
-    run_demo_command(target, head, out, _ENGINE, Console())
+    run_demo_command(target, head, out, _ENGINE, Console(), repeats)
 
 
 @app.command(name="eval")

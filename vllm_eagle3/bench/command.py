@@ -113,7 +113,12 @@ def _announce(plan: BenchPlan, console: Console) -> None:
 
 
 def run_demo_command(
-    target: str, head: str, out: Path, engine: str, console: Console
+    target: str,
+    head: str,
+    out: Path,
+    engine: str,
+    console: Console,
+    repeats: int = 1,
 ) -> Record:
     """The benchmark on the demo's prompts; writes `out` and returns its content.
 
@@ -129,6 +134,7 @@ def run_demo_command(
         methods=DEMO_METHODS,
         controls=False,
         max_tokens=DEMO_TOKENS,
+        repeats=repeats,
         mode=DEMO_MODE,
     )
     results = _measure(options, engine, console)

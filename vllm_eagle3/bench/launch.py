@@ -13,13 +13,19 @@ from vllm_eagle3 import preload
 from vllm_eagle3.bench.methods import Method
 from vllm_eagle3.engine import EngineMode
 
-KV_CACHE_GIB = 1  # per engine; several are loaded at once
+KV_CACHE_GIB = 1  # per engine, by default; several are loaded at once
 
 
 def worker_environ(
-    method: Method, mode: EngineMode, base: Mapping[str, str] | None = None
+    method: Method,
+    mode: EngineMode,
+    base: Mapping[str, str] | None = None,
+    kv_cache_gib: int = KV_CACHE_GIB,
 ) -> dict[str, str]:
     """The environment for a method's process.
+
+    `kv_cache_gib` is the KV cache of an engine on a CPU; what the user's environment
+    says goes before it.
 
     Stock methods run with this package off but for the two corrections of vLLM's
     sampling on CPUs, without which a baseline at temperature > 0 is not lossless.
@@ -30,7 +36,7 @@ def worker_environ(
     if not method.is_ours:
         environ["VLLM_EAGLE3_CPU_FIXES"] = "1"
     environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if mode.separate_process else "0"
-    environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_CACHE_GIB))
+    environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     environ["HF_HUB_OFFLINE"] = "1"  # targets and heads are directories

@@ -6,9 +6,10 @@ import json
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_eagle3 import embedded
+from vllm_eagle3.bench.launch import KV_CACHE_GIB, worker_environ
 from vllm_eagle3.bench.methods import Method, parse_methods, with_controls
 from vllm_eagle3.bench.workload import PromptBatch, make_batches, task_names
 from vllm_eagle3.embedded import resolve_head, resolve_target
@@ -18,7 +19,8 @@ from vllm_eagle3.prompts import Prompt, first_turn_ids, read_prompts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_BLOCK_TOKENS = 128  # a block of a CPU's cache; the last one of a request is half empty
 MAX_TEMPERATURE = 2.0
 
 
@@ -86,6 +88,27 @@ class BenchPlan:
     def batches(self, setting: Setting) -> tuple[PromptBatch, ...]:
         """What runs together at a setting."""
         return make_batches(self.tasks, setting.batch_size)
+
+    def environ(self, method: Method) -> dict[str, str]:
+        """The environment of a method's process."""
+        mode = self.options.mode
+        return worker_environ(method, mode, kv_cache_gib=self.kv_cache_gib())
+
+    def kv_cache_gib(self) -> int:
+        """A KV cache that holds the largest batch: nobody is to be preempted."""
+        most = max(
+            sum(len(self.prompt_ids[prompt]) for prompt in batch.prompts)
+            + len(batch.prompts) * (self.options.max_tokens + _BLOCK_TOKENS)
+            for setting in self.settings
+            for batch in self.batches(setting)
+        )
+        config = _target_config(self.target)
+        heads = config.get("num_attention_heads", 0)
+        width = config.get("head_dim") or config.get("hidden_size", 0) // max(heads, 1)
+        kv_heads = config.get("num_key_value_heads", heads)
+        layers = config.get("num_hidden_layers", 0) + 1  # the head's too
+        token_bytes = 2 * layers * kv_heads * width * DTYPE_BYTES[self.options.dtype]
+        return KV_CACHE_GIB + most * token_bytes // 2**30
 
     def sampling(self, setting: Setting) -> Sampling:
         """How replies are sampled at a setting."""
@@ -194,8 +217,10 @@ def _check_numbers(options: BenchOptions) -> None:
             "step_times: got it with separate_process; the steps of another process "
             "are not seen, leave one of them out"
         )
-    if options.dtype not in DTYPES:
-        raise ValueError(f"dtype: got {options.dtype!r}, want one of {list(DTYPES)}")
+    if options.dtype not in DTYPE_BYTES:
+        raise ValueError(
+            f"dtype: got {options.dtype!r}, want one of {list(DTYPE_BYTES)}"
+        )
 
 
 def make_writable(out: Path) -> None:
@@ -231,9 +256,16 @@ def _tokenize(prompts: Sequence[Prompt], target: Path) -> list[list[int]]:
     return [first_turn_ids(prompt, tokenizer) for prompt in prompts]
 
 
+def _target_config(target: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(
+        (target / "config.json").read_text(encoding="utf-8")
+    )
+    return config
+
+
 def _check_lengths(plan: BenchPlan, prompts: Sequence[Prompt]) -> None:
     options = plan.options
-    config = json.loads((plan.target / "config.json").read_text(encoding="utf-8"))
+    config = _target_config(plan.target)
     most = config.get("max_position_embeddings", options.max_model_len)
     if options.max_model_len > most:
         raise ValueError(

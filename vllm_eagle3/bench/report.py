@@ -47,7 +47,7 @@ class LiveTable:
         self._setting = plan.settings[0]
         self._rows = {method.name: _Row() for method in plan.methods}
         self._live = Live(
-            get_renderable=self._table,
+            get_renderable=self.table,
             console=console,
             refresh_per_second=4,
             transient=True,
@@ -99,7 +99,7 @@ class LiveTable:
                 highlight=False,
             )
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
         setting = self._setting
         table = Table(title=setting_name(setting.temperature, setting.batch_size))
         table.add_column("method")

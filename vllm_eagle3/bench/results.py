@@ -22,7 +22,6 @@ from vllm_eagle3.acceptance import (
 )
 from vllm_eagle3.bench.environment import describe_environment, settings
 from vllm_eagle3.bench.identity import NEAR_TIE_NATS, is_near_tie
-from vllm_eagle3.bench.launch import worker_environ
 from vllm_eagle3.bench.methods import Method
 from vllm_eagle3.bench.plan import BenchPlan
 from vllm_eagle3.bench.process import Timed
@@ -80,7 +79,7 @@ def _method_record(plan: BenchPlan, method: Method) -> Record:
         "num_speculative_tokens": method.num_speculative_tokens,
         "max_num_seqs": spec.max_num_seqs,
         "options": method.options,
-        "settings": settings(worker_environ(method, plan.options.mode)),
+        "settings": settings(plan.environ(method)),
     }
 
 

@@ -22,7 +22,6 @@ from vllm_eagle3.bench.identity import (
     first_differences,
     plain_gap,
 )
-from vllm_eagle3.bench.launch import worker_environ
 from vllm_eagle3.bench.methods import Method
 from vllm_eagle3.bench.plan import BenchPlan, Setting
 from vllm_eagle3.bench.process import Timed, WorkerProcess
@@ -119,7 +118,7 @@ def _spawn(plan: BenchPlan, method: Method, engine: str) -> WorkerProcess:
     return WorkerProcess(
         method.name,
         engine,
-        worker_environ(method, plan.options.mode),
+        plan.environ(method),
         plan.options.out / log_name(method),
     )
 
