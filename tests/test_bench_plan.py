@@ -57,7 +57,10 @@ def test_another_method_has_a_model_of_its_own(tmp_path: Path) -> None:
     assert draft_model.num_speculative_tokens == 4
 
 
-def test_kv_cache_holds_the_largest_batch(tmp_path: Path) -> None:
+def test_kv_cache_holds_the_largest_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     options = fake_options(tmp_path, batch="1,64", max_tokens=200)
     config = Path(options.target) / "config.json"
     fields = {"max_position_embeddings": CONTEXT, "num_attention_heads": 32}
