@@ -38,7 +38,7 @@ setup(
     ],
     extras_require={
         "vllm": ["vllm==0.32.*"],
-        "train": ["accelerate", "transformers>=5"],
+        "train": ["accelerate", "tensorboard", "transformers>=5"],
         "ray": ["ray[data,serve]>=2.40"],
         "plots": ["matplotlib", "scipy"],
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "scipy"],

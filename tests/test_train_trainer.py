@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,46 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import random_llama
+from tests.train_runs import config, write_rows
 from vllm_eagle3.head_io import read_head
 from vllm_eagle3.train.train_command import run_train
-from vllm_eagle3.train.trainer import TrainConfig, Trainer
+from vllm_eagle3.train.trainer import Trainer
 
 Models = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
 def rows(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """F1's own greedy replies as a row file."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(models("f1"), dtype=torch.float32)
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    with path.open("w") as file:
-        for prompt in random_llama.known_prompts()[:6] * 3:
-            ids = model.generate(
-                torch.tensor([prompt]), max_new_tokens=24, do_sample=False
-            )[0].tolist()
-            spans = [[len(prompt), len(ids), 0.0]]
-            file.write(json.dumps({"kind": "x", "ids": ids, "spans": spans}) + "\n")
-    return path
-
-
-def config(models: Models, rows: Path, out: Path, **changes: Any) -> TrainConfig:
-    values: dict[str, Any] = {
-        "target": str(models("f1")),
-        "rows": [str(rows)],
-        "out": str(out),
-        "draft_vocab_size": 256,
-        "taps": (1, 3, 5),
-        "num_steps": 3,
-        "epochs": 6.0,
-        "learning_rate": 3e-3,
-        "tokens_per_batch": 512,
-        "held_out_rows": 3,
-        "evaluate_every": 6,
-    }
-    return TrainConfig.model_validate(values | changes)
+    return write_rows(models, tmp_path_factory.mktemp("rows") / "rows.jsonl")
 
 
 def test_run_learns_and_exports_a_head_that_fits(

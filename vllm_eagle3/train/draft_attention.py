@@ -126,7 +126,8 @@ def _merge_own(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the own steps to an attention over base keys."""
     keys, values = _halves(own)
-    scores = [_own_scores(grouped, key) for key in keys]
+    queries = grouped.to(out.dtype)
+    scores = [_own_scores(queries, key) for key in keys]
     merged = torch.stack([total, *scores], -1).logsumexp(-1)
     out = out * (total - merged).exp_()[..., None]
     for score, value in zip(scores, values, strict=True):
@@ -134,10 +135,10 @@ def _merge_own(
     return out, merged
 
 
-def _own_scores(grouped: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _own_scores(queries: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Scaled score of each query with its own key, [kv_heads, group, queries]."""
-    wide, scale = _wide(key), key.shape[-1] ** -0.5
-    return (grouped.to(wide) * key[:, None].to(wide)).sum(-1) * scale
+    key = key[:, None].to(queries.dtype) * key.shape[-1] ** -0.5
+    return (queries * key).sum(-1)
 
 
 def _base_gradients(
@@ -179,7 +180,7 @@ def _own_gradients(
     grad_q = torch.zeros_like(queries)
     grad_keys, grad_values = [], []
     for key, value in zip(*_halves(own), strict=True):
-        weights = (_own_scores(grouped, key) - total).exp_()
+        weights = (_own_scores(queries, key) - total).exp_()
         grad_values.append((weights[..., None] * grads).sum(1).to(value.dtype))
         inner = (grads * value[:, None].to(wide)).sum(-1).sub_(dot)
         grad_scores = inner.mul_(weights).mul_(scale)[..., None]

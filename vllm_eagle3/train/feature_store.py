@@ -3,13 +3,14 @@
 A batch whose rows are not all stored goes through the target and becomes one shard:
 
     DIR/manifest.json          what the features depend on (target, taps, format)
-    DIR/ROWS.safetensors       per row: KEY.taps  [tokens, num_taps * hidden], bf16
-                                        KEY.last  [supervised, hidden], bf16
+    DIR/ROWS.safetensors       per row: KEY.taps  [tokens, num_taps * hidden]
+                                        KEY.last  [supervised, hidden]
                                         KEY.mass  [supervised], fp32: log-sum-exp
                                         KEY.best  [supervised], int64: argmax
 
-The law is rebuilt from `last` on the draft vocabulary alone; the log-sum-exp over the
-whole vocabulary was taken once. A shard is renamed into place when it is whole.
+States are kept in the target's dtype. The law is rebuilt from `last` on the draft
+vocabulary alone; the log-sum-exp over the whole vocabulary was taken once. A shard is
+renamed into place when it is whole.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class StoredFeatures:
 
     def _bytes(self, row: Row) -> int:
         width = self.target.lm_head.shape[1]
-        per_token, per_supervised = 2 * width * len(self.target.tap_ids), 2 * width + 12
+        state = self.target.model.dtype.itemsize * width
+        per_token, per_supervised = state * len(self.target.tap_ids), state + 12
         return per_token * len(row.ids) + per_supervised * row.num_reply_tokens
 
     def _write(self, rows: Sequence[Row], readings: Readings) -> None:
@@ -99,8 +101,8 @@ class StoredFeatures:
             end = begin + row.num_reply_tokens
             key = row_key(row)
             taps = readings.taps[r, : len(row.ids)]
-            tensors[f"{key}.taps"] = taps.to(torch.bfloat16).clone()
-            tensors[f"{key}.last"] = readings.last[begin:end].to(torch.bfloat16)
+            tensors[f"{key}.taps"] = taps.clone()
+            tensors[f"{key}.last"] = readings.last[begin:end]
             tensors[f"{key}.mass"] = readings.mass[begin:end]
             tensors[f"{key}.best"] = readings.best[begin:end]
             begin = end

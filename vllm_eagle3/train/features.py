@@ -16,6 +16,8 @@ from ..vocab import DraftVocab
 from .data import Batch
 from .output_layer import OutputLayer
 
+_ROWS = 256  # positions whose logits are alive at one time
+
 
 @dataclass(frozen=True)
 class Readings:
@@ -120,7 +122,7 @@ class TargetFeatures:
         row, token = (batch.span_ids.to(self.device) > 0).nonzero(as_tuple=True)
         last = last[row, token - 1]
         masses, bests = [], []
-        for hidden in last.split(512):
+        for hidden in last.split(_ROWS):
             logits = self.output_layer(hidden)
             bests.append(logits.argmax(-1))
             masses.append(logits.logsumexp(-1))
@@ -171,7 +173,7 @@ class TargetFeatures:
         laws = [
             (self.draft_output_layer(hidden) - mass[:, None]).exp_().to(torch.bfloat16)
             for hidden, mass in zip(
-                readings.last.split(512), readings.mass.split(512), strict=True
+                readings.last.split(_ROWS), readings.mass.split(_ROWS), strict=True
             )
         ]
         return torch.cat(laws)

@@ -22,16 +22,18 @@ alpha above what serving can reach.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from .config import LossConfig
 
-# Positions whose logits are alive at one time. On a CPU a chunk should stay in the
-# cache between the passes over it; a GPU wants larger products.
-CPU_CHUNK, GPU_CHUNK = 128, 2048
+# Positions multiplied at one time: their logits are alive, in the products' dtype.
+CHUNK = 1024
+# Of these, positions judged at one time in fp32: a dozen passes over few enough numbers
+# for a CPU's caches.
+JUDGED = 64
 
 
 @dataclass(frozen=True)
@@ -80,22 +82,23 @@ def draft_loss(
     Returns:
         (loss, a scalar in at least fp32; what was seen at each position)
     """
-    eta = config.eta if config.kind == "lk_hybrid" else None
-    renormalise = config.preset == "reference"
+    rule = _Rule(
+        eta=config.eta if config.kind == "lk_hybrid" else None,
+        renormalise=config.preset == "reference",
+        scale=scale,
+    )
     # The dtypes are chosen here; autocast would also lower the sums.
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, each, hit = _FusedLoss.apply(
-            hidden,
-            weight,
-            positions.law,
-            positions.row,
-            positions.truth,
-            positions.weight,
-            eta,
-            renormalise,
-            scale,
-        )
+        loss, each, hit = _FusedLoss.apply(hidden, weight, positions, rule)
     return loss, Judged(each, hit)
+
+
+class _Rule(NamedTuple):
+    """How one position is judged; `eta` is None for the soft cross-entropy."""
+
+    eta: float | None
+    renormalise: bool
+    scale: float
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -104,37 +107,26 @@ class _FusedLoss(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        law: torch.Tensor,
-        row: torch.Tensor,
-        truth: torch.Tensor,
-        share: torch.Tensor,
-        eta: float | None,
-        renormalise: bool,
-        scale: float,
+        at: Positions,
+        rule: _Rule,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         narrow_weight = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=wide)
         each = hidden.new_empty(hidden.shape[0], dtype=wide)
-        hit = torch.empty_like(truth, dtype=torch.bool)
-        chunk = CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
-        for begin in range(0, hidden.shape[0], chunk):
-            part = slice(begin, begin + chunk)
-            p = law[row[part]].to(wide)
-            if renormalise:
-                p /= p.sum(-1, keepdim=True)
-            z = (hidden[part] @ narrow_weight.T).to(wide)
-            if scale != 1.0:
-                z *= scale
-            each[part], hit[part], grad = _judge(z, p, truth[part], eta)
-            grad *= (scale * share[part])[:, None]
-            grad = grad.to(hidden.dtype)
-            grad_hidden[part] = grad @ narrow_weight
-            grad_weight += grad.T @ hidden[part]
+        hit = torch.empty_like(at.truth, dtype=torch.bool)
+        for begin in range(0, hidden.shape[0], CHUNK):
+            part = slice(begin, begin + CHUNK)
+            logits = hidden[part] @ narrow_weight.T
+            grad = logits  # overwritten, to hold one such tensor at a time
+            each[part], hit[part] = _judge_chunk(logits, at, part, rule)
+            share = (rule.scale * at.weight[part, None]).to(wide)
+            grad_hidden[part] = ((grad @ narrow_weight) * share).to(hidden.dtype)
+            grad_weight += grad.T @ (hidden[part] * share).to(hidden.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(each, hit)
-        return (each * share).sum(), each, hit
+        return (each * at.weight).sum(), each, hit
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
@@ -142,12 +134,34 @@ class _FusedLoss(torch.autograd.Function):
         return (
             grad_hidden * grad_loss.to(grad_hidden.dtype),
             grad_weight * grad_loss.to(grad_weight.dtype),
-            *(None,) * 7,
+            None,
+            None,
         )
 
 
+def _judge_chunk(
+    logits: torch.Tensor,  # [c, draft_vocab], overwritten by their gradients
+    at: Positions,
+    part: slice,
+    rule: _Rule,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss [c], hit [c]) of the positions `part`."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    losses, hits = [], []
+    pieces = (x[part].split(JUDGED) for x in (at.row, at.truth))
+    for some, row, truth in zip(logits.split(JUDGED), *pieces, strict=True):
+        p = at.law[row].to(wide)
+        if rule.renormalise:
+            p /= p.sum(-1, keepdim=True)
+        loss, hit, grad = _judge(some.to(wide) * rule.scale, p, truth, rule.eta)
+        some.copy_(grad)
+        losses.append(loss)
+        hits.append(hit)
+    return torch.cat(losses), torch.cat(hits)
+
+
 def _judge(
-    z: torch.Tensor,  # [c, draft_vocab], overwritten
+    z: torch.Tensor,  # [c, draft_vocab], scaled logits, overwritten
     p: torch.Tensor,  # [c, draft_vocab], overwritten
     truth: torch.Tensor,  # [c]
     eta: float | None,

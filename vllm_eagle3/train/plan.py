@@ -74,7 +74,11 @@ def make_plan(config: TrainConfig) -> Plan:
         parameters=parameters,
         operations=operations(config, target_config, data, head),
         rate=measure_rate(head, config.precision),
-        feature_bytes=feature_bytes([*data.train, *data.held_out], head),
+        feature_bytes=feature_bytes(
+            [*data.train, *data.held_out],
+            head,
+            _BF16 if config.precision == "bf16" else _FP32,
+        ),
         # Weights and two moments in fp32.
         checkpoint_bytes=3 * _FP32 * parameters,
     )
@@ -151,12 +155,11 @@ def measure_rate(head: DraftHeadConfig, precision: str) -> float:
     return 2 * hidden.numel() * head.draft_vocab_size / best
 
 
-def feature_bytes(rows: Iterable[Row], head: DraftHeadConfig) -> int:
-    """Bytes of the rows' features on disk (see `feature_store`)."""
-    width = head.target_hidden_size
+def feature_bytes(rows: Iterable[Row], head: DraftHeadConfig, item: int) -> int:
+    """Bytes of the rows' features on disk, `item` bytes a number (`feature_store`)."""
+    state = item * head.target_hidden_size
     return sum(
-        _BF16 * width * len(head.tap_ids) * len(row.ids)
-        + (_BF16 * width + 12) * row.num_reply_tokens
+        state * len(head.tap_ids) * len(row.ids) + (state + 12) * row.num_reply_tokens
         for row in rows
     )
 

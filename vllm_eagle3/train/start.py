@@ -144,7 +144,9 @@ def start_run(
         ValueError: a head of another target, or with other switches than asked for.
     """
     head, vocab = _head_and_vocab(config, target_config, data)
-    target = TargetFeatures(config.target, head.config.tap_ids, vocab, device=device)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    taps = head.config.tap_ids
+    target = TargetFeatures(config.target, taps, vocab, dtype, device)
     features: FeaturesOf = target
     if config.features_dir is not None:
         features = StoredFeatures(target, config.features_dir)

@@ -84,7 +84,7 @@ class Trainer:
         self.data = data or read_run_data(config, self.target_config)
         with self.accelerator.main_process_first():
             self.begun = start_run(
-                config, self.target_config, self.data, str(self.accelerator.device)
+                config, self.target_config, self.data, _name(self.accelerator.device)
             )
         self.head, self.vocab = self.begun.head, self.begun.vocab
         optimizer = torch.optim.AdamW(
@@ -126,7 +126,9 @@ class Trainer:
         for number, group in enumerate(self._schedule()):
             if number < self.step:
                 continue
-            window.add(self._train_step(group), sum(len(r.ids) for r in chain(*group)))
+            with window.clock():
+                window.add(self._train_step(group))
+            window.tokens += sum(len(row.ids) for row in chain(*group))
             self.step += 1
             if self.step % LOG_EVERY == 0:
                 self._write("step", **window.take(self.accelerator))
@@ -210,26 +212,20 @@ class Trainer:
 
     def _evaluate_and_save(self) -> None:
         predicted = self._predict()
+        self._write("eval", **predicted.summary(), by_kind=_lengths(predicted))
+        best, length = self.best, predicted.acceptance_length
+        is_best = best is None or length > best.acceptance_length
+        if is_best:
+            summary = predicted.summary()
+            self.best = Best(self.step, length, predicted.n_alpha, summary)
         if self.accelerator.is_main_process:
-            self._write("eval", **predicted.summary(), by_kind=_lengths(predicted))
-            best = self.best
-            if best is None or predicted.acceptance_length > best.acceptance_length:
-                self.best = Best(
-                    self.step,
-                    predicted.acceptance_length,
-                    predicted.n_alpha,
-                    predicted.summary(),
-                )
-                self._export(self.best)
+            if is_best:
+                self._export()
             self._checkpoint()
-        elif self.best is None or predicted.acceptance_length > (
-            self.best.acceptance_length
-        ):
-            self.best = Best(self.step, predicted.acceptance_length, (), {})
         self.accelerator.wait_for_everyone()
 
     def _predict(self) -> PredictedAcceptance:
-        """Held-out acceptance; every rank judges its share of the rows."""
+        """Held-out acceptance, on every rank; each judges its share of the rows."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         share = predict_acceptance(
             self.head,
@@ -242,7 +238,8 @@ class Trainer:
         )
         return PredictedAcceptance(tuple(gather_object(list(share.rows))))
 
-    def _export(self, best: Best) -> None:
+    def _export(self) -> None:
+        assert self.best is not None
         served = deepcopy(self.head).to("cpu", torch.bfloat16)
         write_head(
             self.out / "head",
@@ -250,9 +247,9 @@ class Trainer:
             self.vocab,
             target_config=self.target_config,
             extra={
-                "step": best.step,
+                "step": self.best.step,
                 "of_steps": self.total_steps,
-                "held_out": best.summary,
+                "held_out": self.best.summary,
                 **self._facts(),
             },
             embed_tokens=self.begun.embedding,
@@ -319,6 +316,11 @@ class Trainer:
         record = {"event": event, "step": self.step, "of": self.total_steps, **values}
         self.log.write(record)
         self.report(record)
+
+
+def _name(device: torch.device) -> str:
+    """ "cuda:1", but "cpu" for every rank (accelerate numbers those too)."""
+    return "cpu" if device.type == "cpu" else str(device)
 
 
 def _lengths(predicted: PredictedAcceptance) -> dict[str, Any]:
