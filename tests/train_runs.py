@@ -51,6 +51,7 @@ def values(models: Models, rows: Path, out: Path, **changes: Any) -> dict[str, A
         "held_out_rows": 3,
         "evaluate_every": 6,
         "device": "cpu",
+        "parity_rows": 0,
     } | changes
 
 
