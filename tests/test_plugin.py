@@ -34,7 +34,12 @@ def run_python(code: str, **environment: str) -> dict[str, Any]:
 
 
 REGISTER = """
-    import json, torch
+    import json, sys, torch
+    opened = []
+    sys.addaudithook(
+        lambda event, _: event in ("socket.bind", "socket.connect", "socket.listen")
+        and opened.append(event)
+    )
     from vllm_eagle3.integration import plugin
     plugin.register(); first = plugin.status()
     plugin.register(); second = plugin.status()
@@ -42,12 +47,14 @@ REGISTER = """
         "status": [list(s) for s in first],
         "idempotent": first == second,
         "cuda": torch.cuda.is_initialized(),
+        "sockets": opened,
     }))
 """
 
 
-def test_registers_once_and_touches_no_device() -> None:
+def test_registers_once_and_touches_no_device_and_no_port() -> None:
     found = run_python(REGISTER)
+    assert found["sockets"] == []
     assert found["idempotent"] and not found["cuda"]
     state = {name: active for name, active, _ in found["status"]}
     assert state.pop("engine hooks") is True

@@ -19,6 +19,7 @@ def settings(**changed: Any) -> SimpleNamespace:
         "has_inner_state": False,
         "is_hybrid": False,
         "uses_mrope": False,
+        "is_multimodal_model": False,
         "enable_sleep_mode": False,
         "sleep_preserve_parameter_names": [],
     }
@@ -89,3 +90,20 @@ def test_such_an_engine_drafts_short_chains(
     assert again is not None and (again.num_nodes, again.top_k) == (5, 1)
     assert config.additional_config["other"] == 1
     assert config.parallel_config.worker_cls in engine_config.WORKERS.values()
+
+
+def test_a_vision_language_target_keeps_vllms_own_chain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("vllm")
+    from vllm_eagle3.integration import engine_config
+
+    monkeypatch.setattr(engine_config.head_fit, "foreign_reason", lambda spec: "")
+    monkeypatch.setattr(engine_config.logger, "propagate", True)
+    config = settings(is_multimodal_model=True)
+    worker = config.parallel_config.worker_cls
+    with caplog.at_level(logging.WARNING, engine_config.logger.name):
+        engine_config.prepare(config, unsupported="")
+    assert "vLLM's own chain of 5: the target reads more than text" in caplog.text
+    assert config.parallel_config.worker_cls == worker
+    assert config.speculative_config.num_speculative_tokens == 5

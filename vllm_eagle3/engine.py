@@ -106,6 +106,8 @@ class EngineSpec:
     max_model_len: int = 2048
     max_num_seqs: int = 16
     mode: EngineMode = field(default_factory=EngineMode)
+    # Off, so that a prompt that comes again costs what it cost the first time.
+    prefix_caching: bool = False
     # Options of this package, as in --additional-config '{"vllm_eagle3": {...}}'.
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -21,11 +21,7 @@ from vllm_eagle3.integration.step_times import StepStopwatch
 
 
 class VllmEngine:
-    """A vLLM engine started from an `EngineSpec`.
-
-    Prefix caching is off, so that a prompt that comes again costs what it cost the
-    first time.
-    """
+    """A vLLM engine started from an `EngineSpec`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -112,7 +108,7 @@ def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "enforce_eager": spec.mode.enforce_eager,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": spec.prefix_caching,
         "disable_log_stats": False,
         "skip_tokenizer_init": not _has_tokenizer(spec.target),
     }

@@ -185,6 +185,8 @@ def _unsupported_engine(vllm_config: VllmConfig) -> str:
         return f"worker_cls is {worker}, not vLLM's own"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline parallelism leaves the taps of early stages behind"
+    if vllm_config.model_config.is_multimodal_model:
+        return "the target reads more than text, and nobody has tried that here"
     if vllm_config.speculative_config.parallel_drafting:
         return "the head drafts in parallel (P-EAGLE)"
     return ""
