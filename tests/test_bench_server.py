@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from vllm_eagle3.bench.server import LOG_NAME, ServerOptions, run_server_command
+from vllm_eagle3.cli import main
 
 
 class FakeLoad:
@@ -103,3 +104,18 @@ def test_server_that_is_not_there(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"server: measuring .*nobody listens"):
         run_server_command(options(tmp_path), load, Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "target: got none, want one with --target, or --server URL"),
+        (["--server", "http://host:1", "--head", "h"], "head: got one with --server"),
+    ],
+)
+def test_commands_that_cannot_be_meant(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--out", "/nowhere", "--prompts", "p.txt", *arguments])
+    assert message in capsys.readouterr().err
