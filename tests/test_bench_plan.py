@@ -18,6 +18,16 @@ def test_limit(tmp_path: Path) -> None:
     assert len(make_plan(fake_options(tmp_path, limit=2)).prompt_ids) == 2
 
 
+def test_spread_takes_prompts_from_all_over_a_file(tmp_path: Path) -> None:
+    prompts = tmp_path / "sorted.txt"
+    prompts.write_text("\n".join("x" * length for length in range(1, 81)))
+    plan = make_plan(
+        fake_options(tmp_path, prompts=(str(prompts),), limit=4, spread=True)
+    )
+    # One byte is one token, and the template adds a newline.
+    assert [len(ids) - 1 for ids in plan.prompt_ids] == [1, 21, 41, 61]
+
+
 def test_engine_of_off_has_no_head(tmp_path: Path) -> None:
     plan = make_plan(fake_options(tmp_path, batch="1,4"))
     off, chain = map(plan.engine_spec, plan.methods)

@@ -147,6 +147,9 @@ def bench(
     head: Annotated[str | None, typer.Option(help=_HEAD_HELP)] = None,
     server: Annotated[str | None, typer.Option(help=_SERVER_HELP)] = None,
     limit: Annotated[int | None, typer.Option(help="First N of each file.")] = None,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="N from all over each file instead.")
+    ] = False,
     methods: Annotated[str, typer.Option(help=_METHODS_HELP)] = "ours:auto",
     controls: Annotated[
         bool, typer.Option("--controls/--no-controls", help=_CONTROLS_HELP)
@@ -203,6 +206,7 @@ def bench(
         methods=methods,
         controls=controls,
         limit=limit,
+        spread=spread,
         batch=batch,
         temperature=temperature,
         max_tokens=max_tokens,

@@ -35,6 +35,7 @@ class BenchOptions:
     methods: str = "ours:auto"
     controls: bool = True
     limit: int | None = None
+    spread: bool = False  # `limit` prompts from all over a file, not its first ones
     batch: str = "1"
     temperature: str | float = "0"
     max_tokens: int = 96
@@ -169,7 +170,18 @@ def _with_resolved_model(method: Method) -> Method:
 def _read_files(options: BenchOptions) -> list[tuple[str, list[Prompt]]]:
     if not options.prompts:
         raise ValueError("prompts: got no files, want at least one")
-    return [(path, read_prompts(path, options.limit)) for path in options.prompts]
+    if not options.spread or options.limit is None:
+        return [(path, read_prompts(path, options.limit)) for path in options.prompts]
+    return [(path, _spread(path, options.limit)) for path in options.prompts]
+
+
+def _spread(path: str, limit: int) -> list[Prompt]:
+    """As many prompts as the limit says, at equal distances: files are often sorted."""
+    if limit < 1:
+        raise ValueError(f"limit: got {limit}, want at least 1")
+    prompts = read_prompts(path)
+    limit = min(limit, len(prompts))
+    return [prompts[i * len(prompts) // limit] for i in range(limit)]
 
 
 def parse_settings(temperatures: str, batch: str) -> tuple[Setting, ...]:
