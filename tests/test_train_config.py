@@ -23,7 +23,7 @@ def test_defaults_are_the_papers() -> None:
 
 
 def test_the_recipe_can_be_read() -> None:
-    assert read_config(ROOT / "recipes/smollm2/run.yaml").target == "smollm2"
+    assert read_config(ROOT / "recipes/smollm2/run2.yaml").target == "smollm2"
 
 
 def test_overrides_reach_into_groups_and_are_yaml(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.train_runs import config, write_rows
 from vllm_eagle3.head_io import read_head, require_fitting_head
 from vllm_eagle3.train.evaluate import predict_acceptance
 from vllm_eagle3.train.plan import make_plan, show_plan
+from vllm_eagle3.train.start import read_run_data, read_target_config
 from vllm_eagle3.train.trainer import Trainer
 
 Models = Callable[[str], Path]
@@ -108,6 +109,23 @@ def test_rows_of_another_tokenizer_are_refused(models: Models, tmp_path: Path) -
     path.write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: id 49000, .* has 512"):
         Trainer(config(models, path, tmp_path / "out"), lambda _: None)
+
+
+def test_held_out_files_are_judged_by_and_not_trained_on(
+    models: Models, rows: Path, tmp_path: Path
+) -> None:
+    lines = rows.read_text().splitlines()
+    judges = tmp_path / "judges.jsonl"
+    judges.write_text("\n".join(lines[:2]) + "\n")
+    asked = config(models, rows, tmp_path / "out", held_out=[str(judges)])
+    data = read_run_data(asked, read_target_config(asked))
+    judged = {tuple(json.loads(line)["ids"]) for line in lines[:2]}
+    assert {row.ids for row in data.held_out} == judged
+    assert data.train and not judged & {row.ids for row in data.train}
+    assert data.skipped["held out"] == len(lines) - len(data.train) >= 2
+    with pytest.raises(ValueError, match=r"held_out: all \d+ rows of .* are held out"):
+        everything = config(models, rows, tmp_path / "out", held_out=[str(rows)])
+        read_run_data(everything, read_target_config(everything))
 
 
 def test_warm_start_from_a_head_of_another_target_is_refused(

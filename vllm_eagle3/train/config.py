@@ -78,6 +78,8 @@ class TrainConfig(BaseModel):
         accumulate: micro-batches of one rank per optimizer step.
         precision: `bf16` multiplies in bfloat16 with fp32 master weights.
         device: `auto` is a GPU where there is one.
+        held_out: row files to judge heads by; none of them is trained on. Empty: as
+            many as `held_out_rows` of `rows`, drawn by `seed`.
         draft_tokens: length of the chain whose held-out acceptance is judged.
         parity_rows: held-out rows on which the target must give the engine's
             log-probabilities before the first step (see `parity`); 0 leaves it out.
@@ -112,6 +114,7 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu"] = "auto"
     seed: int = 0
 
+    held_out: list[str] = []
     held_out_rows: int = Field(default=64, gt=0)
     draft_tokens: int = Field(default=5, gt=0, le=16)
     evaluate_every: int = Field(default=250, gt=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,30 @@ def read_run_data(config: TrainConfig, target_config: Mapping[str, Any]) -> RunD
         ValueError: malformed rows, ids of another tokenizer, nothing to learn from.
     """
     vocab_size = int(require_field(text_config(target_config), "vocab_size", "target"))
-    rows = read_rows(config.rows)
-    require_ids_of_target(rows, vocab_size)
-    usable, skipped = usable_rows(rows, config.max_length)
-    train, held_out = split_rows(usable, config.held_out_rows, config.seed)
+    usable, skipped = _usable(config.rows, config.max_length, vocab_size)
+    if config.held_out:
+        held_out, _ = _usable(config.held_out, config.max_length, vocab_size)
+        judges = {row.ids for row in held_out}
+        train = [row for row in usable if row.ids not in judges]
+        if others := len(usable) - len(train):
+            skipped["held out"] = others
+        if not train:
+            raise ValueError(
+                f"held_out: all {others} rows of {config.rows} are held out by "
+                f"{config.held_out}; name other files"
+            )
+    else:
+        train, held_out = split_rows(usable, config.held_out_rows, config.seed)
     counts = count_reply_tokens(train, vocab_size)
     return RunData(train, held_out, skipped, counts)
+
+
+def _usable(
+    files: Sequence[str], max_length: int, vocab_size: int
+) -> tuple[list[Row], dict[str, int]]:
+    rows = read_rows(files)
+    require_ids_of_target(rows, vocab_size)
+    return usable_rows(rows, max_length)
 
 
 def new_head_config(
