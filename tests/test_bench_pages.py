@@ -148,6 +148,12 @@ def test_folder_without_results(tmp_path: Path) -> None:
         run_report_command(tmp_path, None, Console())
 
 
+def test_a_servers_results_have_no_report(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text('{"server": []}')
+    with pytest.raises(ValueError, match=r"results\.json is of a server"):
+        run_report_command(tmp_path, None, Console())
+
+
 def test_docs_page_has_its_marks(results: dict[str, Any], tmp_path: Path) -> None:
     page = tmp_path / "throughput.md"
     page.write_text((ROOT / "docs" / "throughput.md").read_text())

@@ -69,13 +69,13 @@ def _measure(options: BenchOptions, engine: str, console: Console) -> Record:
     results = make_results(plan, runs)
     # Kept before anything else can go wrong: the rest can be made from it.
     write_json(options.out / FILE_NAME, results)
+    console.print(results_table(results["runs"]))
+    for line in (*notes(results["runs"]), verdict(results["runs"])):
+        console.print(line, highlight=False)
     if options.reliability:
         console.print("judging the head's confidence, on plain PyTorch")
         results["reliability"] = measure_reliability(plan)
         write_json(options.out / FILE_NAME, results)
-    console.print(results_table(results["runs"]))
-    for line in (*notes(results["runs"]), verdict(results["runs"])):
-        console.print(line, highlight=False)
     return results
 
 
@@ -86,6 +86,10 @@ def _read_results(path: Path) -> Record:
         raise ValueError(
             f"report: cannot read {path} ({error}); give the --out folder of a bench"
         ) from error
+    if "runs" not in results:
+        raise ValueError(
+            f"report: {path} is of a server, whose table is all there is to show"
+        )
     return results
 
 
