@@ -213,6 +213,7 @@ FAULTS: dict[str, tuple[str, list[Round]]] = {
     "no answer at all": ("answers", [replace(ONE, verdicts=[])] * 3),
     "a block not given back": ("KV blocks", [ONE, replace(ONE, kv_left=0.004), ONE]),
     "memory": ("memory", [ONE, ONE, replace(ONE, memory=[1030])]),
+    "memory not read": ("memory", [ONE, ONE, replace(ONE, memory=[])]),
     "nothing accepted": (
         "speculation",
         [replace(ONE, counters=counters(drafts=DraftCounts(9, 9, 0)))] * 3,

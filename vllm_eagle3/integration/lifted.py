@@ -36,12 +36,13 @@ def always() -> bool:
 def refused() -> bool:
     """True while vLLM refuses min-p however drafts are judged."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     try:
         SamplingParams(min_p=0.5)._validate_spec_decode(
             SimpleNamespace(**{_FIELD: True})
         )
-    except ValueError:
+    except (ValueError, VLLMValidationError):  # the latter is none of the former
         return True
     return False
 

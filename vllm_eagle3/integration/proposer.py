@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from vllm.forward_context import set_forward_context
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
@@ -55,6 +56,10 @@ class Eagle3Proposer(EagleProposer):
     def load_model(self, target_model: nn.Module) -> None:
         with identity_maps_left_out():
             super().load_model(target_model)
+        # Adapters map the rows of a target's step; the head's levels have others.
+        embedding = self.model.model.embed_tokens
+        if isinstance(embedding, BaseLayerWithLoRA):
+            self.model.model.embed_tokens = embedding.base_layer
         self.model.register_forward_hook(self._keep_output)
         d2t = getattr(self.model, "draft_id_to_target_id", None)
         if d2t is not None:

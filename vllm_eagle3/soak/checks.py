@@ -106,10 +106,12 @@ def no_block_leaks(rounds: Sequence[Round]) -> Check:
 
 def memory_is_steady(rounds: Sequence[Round]) -> Check:
     """Median of the last third against the second; the first one warms up."""
-    _, second, last = (
-        statistics.median([m for each in third for m in each.memory])
-        for third in thirds(rounds)
+    _, *memory = (
+        [m for each in third for m in each.memory] for third in thirds(rounds)
     )
+    if not all(memory):
+        return Check("memory", False, "the server was not read in a third")
+    second, last = map(statistics.median, memory)
     growth = last / second - 1
     found = f"{last / 2**20:.0f} MiB in the last third, {growth:+.2%} from the second"
     return Check("memory", growth <= MEMORY_GROWTH, found)

@@ -25,7 +25,7 @@ from vllm_eagle3.acceptance import acceptance_length
 from vllm_eagle3.bench.methods import Method, parse_method
 from vllm_eagle3.soak.adapters import write_adapter
 from vllm_eagle3.soak.checks import Round
-from vllm_eagle3.soak.client import Answer, ask, connect
+from vllm_eagle3.soak.client import REQUEST_SECONDS, Answer, ask, connect
 from vllm_eagle3.soak.judge import Verdict, judge
 from vllm_eagle3.soak.law import Law, exact_law
 from vllm_eagle3.soak.meter import Counters, Reading, read
@@ -180,7 +180,7 @@ async def _expect(
 ) -> Expected:
     """Every request once, whole, and the laws."""
     model = str(options.target)
-    async with connect(server.url) as client, httpx.AsyncClient() as http:
+    async with connect(server.url) as client, _http() as http:
         corpus = await _corpus(http, server, model)
         source = Source(model, corpus, MAX_MODEL_LEN, adapters)
         requests = catalogue(source, options.distinct, options.seed)
@@ -205,6 +205,10 @@ async def _expect(
                 for number in range(LAW_PROMPTS)
             }
     return Expected(requests, list(given), laws)
+
+
+def _http() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=REQUEST_SECONDS)
 
 
 def _whole(request: Request) -> Request:
@@ -234,7 +238,7 @@ async def _play_rounds(
     deadline = time.monotonic() + 60 * options.minutes
     random = Random(options.seed)
     rounds: list[Round] = []
-    async with connect(server.url) as client, httpx.AsyncClient() as http:
+    async with connect(server.url) as client, _http() as http:
         for _ in range(options.rounds):
             if time.monotonic() > deadline or not server.is_alive:
                 break
