@@ -49,8 +49,9 @@ def runs(
 def test_drafts_are_accepted(runs, method: str, batch: int) -> None:
     run = runs[method, batch]
     assert run["counts"]["drafts"] > 0
-    # H2 drafts what F2 will say: of 4 tokens a step only a reply's end is lost.
-    assert run["acceptance_length"] > 3
+    # H2 drafts what F2 will say: of 4 tokens a step only a reply's end is lost. Auto
+    # verifies no more than pays, which is little where a model is as small.
+    assert run["acceptance_length"] > (3 if method == "chain:3" else 1.5)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

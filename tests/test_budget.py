@@ -117,7 +117,7 @@ def run(
                 hits = np.zeros(mask.sum(), dtype=bool)
                 # As many accepted in the mean as the head is confident of.
                 hits[: int(rng.geometric(1 - confidence)) - 1] = True
-                budget.observe_verdict(str(row), batch.scores[row][mask], hits)
+                budget.observe_verdict(str(row), [], batch.scores[row][mask], hits)
             accepted = int(chosen.sum())
         plan = budget.plan(num_reqs, 0)
         pending = plan.shape.depth if plan.shape else 0

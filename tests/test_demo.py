@@ -49,7 +49,6 @@ def test_table_and_verdict_are_printed(demo) -> None:
     printed = demo[1]
     assert "acceptance length" in printed
     assert "Speculation" in printed
-    assert "ours:auto stands for a chain of 3 for now" in printed
 
 
 def test_progress_is_printed_without_a_terminal(demo) -> None:

@@ -21,7 +21,8 @@ TIERS = (
     ("draft_head", "head_", "tree_attention", "verify", "kv_cache", "acceptance"),
     ("rejection", "drafter", "config", "step_cost", "acceptance_model"),
     ("sampled_drafter", "budget"),
-    ("simulate",),
+    ("recording",),
+    ("simulate", "simulate_command"),
     ("plain", "decode"),
     ("reliability",),
 )

@@ -168,7 +168,7 @@ def test_known_vllm_runs_our_worker_on_the_v1_runner(
 ) -> None:
     ours = runs[False]
     assert ours["worker"].startswith("vllm_eagle3.")
-    assert ours["drafted"] > 0 and ours["length"] == 3
+    assert ours["drafted"] > 0 and ours["length"] == 8
     assert ours["log"].count("vllm_eagle3 drives this engine: shape auto") == 1
     assert "vllm_eagle3 drafting" in ours["v2"]
 

@@ -36,12 +36,17 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def counter(self, name: str) -> float:
+        return self.metric(f"vllm:spec_decode_num_{name}_total")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric over all labels but these."""
         with urllib.request.urlopen(f"{self.url}/metrics") as page:
             lines = page.read().decode().splitlines()
         return sum(
             float(line.rsplit(" ", 1)[1])
             for line in lines
-            if line.startswith(f"vllm:spec_decode_num_{name}_total")
+            if line.startswith((f"{name}{{", f"{name} "))
+            and all(f'{key}="{value}"' in line for key, value in labels.items())
         )
 
 
@@ -64,6 +69,9 @@ def server(
     command += ["--speculative-config", json.dumps(speculation)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     command += ["--block-size", "32"]
+    # What `auto` chooses depends on how fast the machine is; a record does not.
+    options = {"vllm_eagle3": {"record": str(log.with_name("record"))}}
+    command += ["--additional-config", json.dumps(options)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     # Users do not set this; the tests' own engines do.
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
@@ -188,3 +196,60 @@ def test_bench_measures_a_running_server(server: Server, tmp_path: Path) -> None
         assert min(record["tokens_per_s"], record["ttft_ms"], record["tpot_ms"]) > 0
         assert record["acceptance_length"] >= 1
     assert server.counter("draft_tokens") > before
+
+
+def test_our_metrics_say_what_was_drafted_and_accepted(server: Server) -> None:
+    def ours(name: str, **labels: str) -> float:
+        return server.metric(f"vllm_eagle3:{name}", **labels)
+
+    assert 0 < ours("verified_nodes_total") <= ours("drafted_nodes_total")
+    assert ours("verified_nodes_total") == server.counter("draft_tokens")
+    assert ours("verified_at_depth_total") == server.counter("draft_tokens")
+    assert ours("accepted_at_depth_total") == server.counter("accepted_tokens") > 0
+    assert ours("acceptance_length_count") == server.counter("drafts")
+    lengths = server.counter("drafts") + server.counter("accepted_tokens")
+    assert ours("acceptance_length_sum") == lengths
+    assert ours("plans_total", kind="chain") > 0
+    assert ours("plain_steps_total") > 0
+    for part in ("draft", "verify"):
+        assert ours("seconds_total", part=part) > 0
+
+
+def ask(server: Server, options: str) -> Any:
+    return server.client().completions.create(
+        model=server.model,
+        prompt=PROMPT,
+        temperature=0,
+        max_tokens=20,
+        extra_body={"ignore_eos": True, "vllm_xargs": {"vllm_eagle3": options}},
+    )
+
+
+def test_a_request_can_do_without_drafts(server: Server) -> None:
+    before = server.counter("drafts")
+    reply = ask(server, '{"off": true}')
+    assert reply.usage.completion_tokens == 20
+    assert server.counter("drafts") == before
+    reason = "asked for by the request"
+    assert server.metric("vllm_eagle3:fallbacks_total", reason=reason) > 0
+
+
+def test_a_bad_option_of_a_request_is_named(server: Server) -> None:
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="max_node: unknown key, did you mean"):
+        ask(server, '{"max_node": 3}')
+
+
+def test_the_record_of_the_server_can_be_simulated(server: Server) -> None:
+    from vllm_eagle3.recording import ACCEPTANCE, STEPS
+    from vllm_eagle3.simulate import curve_of_steps, read_traces
+
+    folder = server.log.with_name("record")
+    drafts = read_traces(folder / ACCEPTANCE)
+    assert sum(len(d.scores) for d in drafts) == server.counter("draft_tokens")
+    accepted = sum(int(d.accepted.sum()) for d in drafts)
+    assert accepted == server.counter("accepted_tokens") > 0
+    assert all((d.scores <= 0).all() for d in drafts)
+    curve = curve_of_steps(folder / STEPS)
+    assert 0 < curve.verify_ms[0][1] < 1000

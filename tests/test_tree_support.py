@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_eagle3.config import KEY, read_options
+from vllm_eagle3.drafter import TreeShape
 from vllm_eagle3.integration.tree_support import why_no_trees
 
 
@@ -16,10 +17,10 @@ def settings(**changed: Any) -> SimpleNamespace:
     """What is read of an engine's configuration; by default it can hold trees."""
     model = {
         "use_mla": False,
+        "is_multimodal_model": False,
         "has_inner_state": False,
         "is_hybrid": False,
         "uses_mrope": False,
-        "is_multimodal_model": False,
         "enable_sleep_mode": False,
         "sleep_preserve_parameter_names": [],
     }
@@ -28,9 +29,12 @@ def settings(**changed: Any) -> SimpleNamespace:
         "prefill_context_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "use_ubatching": False,
+        "data_parallel_size": 1,
         "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
     }
     connector = changed.pop("kv_transfer_config", None)
+    scheduler_cls = changed.pop("scheduler_cls", None)
+    options = changed.pop("options", {"shape": "tree", "top_k": 4})
     unknown = changed.keys() - model.keys() - parallel.keys()
     assert not unknown, unknown
     return SimpleNamespace(
@@ -46,7 +50,15 @@ def settings(**changed: Any) -> SimpleNamespace:
             parallel_drafting=False,
             draft_sample_method="greedy",
         ),
-        additional_config={KEY: {"shape": "tree", "top_k": 4}, "other": 1},
+        scheduler_config=SimpleNamespace(
+            scheduler_cls=scheduler_cls,
+            async_scheduling=False,
+            max_num_batched_tokens=2048,
+        ),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: False)
+        ),
+        additional_config={KEY: options, "other": 1},
     )
 
 
@@ -75,35 +87,70 @@ def test_each_obstacle_is_named(changed: dict[str, Any], why: str) -> None:
 def test_such_an_engine_drafts_short_chains(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("vllm")
-    from vllm_eagle3.integration import engine_config
-
-    monkeypatch.setattr(engine_config.head_fit, "foreign_reason", lambda spec: "")
-    monkeypatch.setattr(engine_config.logger, "propagate", True)
     config = settings(use_mla=True)
-    with caplog.at_level(logging.WARNING, engine_config.logger.name):
-        engine_config.prepare(config, unsupported="")
+    prepare(config, monkeypatch, caplog)
     assert "chains of 5 in this engine, not trees: the target caches" in caplog.text
     assert config.speculative_config.num_speculative_tokens == 5
     # Every process reads the options again, and must come to the same shape.
     again = read_options(config.additional_config).tree_shape(5)
     assert again is not None and (again.num_nodes, again.top_k) == (5, 1)
     assert config.additional_config["other"] == 1
-    assert config.parallel_config.worker_cls in engine_config.WORKERS.values()
+    assert config.parallel_config.worker_cls.startswith("vllm_eagle3.")
+
+
+def test_auto_without_trees_chooses_between_chains(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(use_mla=True, options={"shape": "auto"})
+    prepare(config, monkeypatch, caplog)
+    assert not caplog.text
+    again = read_options(config.additional_config)
+    assert again.shape == "auto"
+    assert again.tree_shape(5) == TreeShape.chain(5)
+    assert config.speculative_config.num_speculative_tokens == 5
+    assert config.scheduler_config.scheduler_cls.endswith("Eagle3Scheduler")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"data_parallel_size": 2}, "ranks of data parallelism"),
+        ({"scheduler_cls": "their.Scheduler"}, "vLLM's own scheduler"),
+    ],
+)
+def test_auto_without_a_budget_is_a_short_chain(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, Any],
+    why: str,
+) -> None:
+    config = settings(options={"shape": "auto"}, **changed)
+    prepare(config, monkeypatch, caplog)
+    assert f"chains of 3 in this engine, whatever they bring: {why}" in (
+        caplog.text.replace("the budget needs ", "")
+    )
+    again = read_options(config.additional_config)
+    assert (again.shape, again.tree_shape(3)) == ("chain", TreeShape.chain(3))
 
 
 def test_a_vision_language_target_keeps_vllms_own_chain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(is_multimodal_model=True)
+    worker = config.parallel_config.worker_cls
+    prepare(config, monkeypatch, caplog)
+    assert "vLLM's own chain of 5: the target reads more than text" in caplog.text
+    assert config.parallel_config.worker_cls == worker
+    assert config.speculative_config.num_speculative_tokens == 5
+
+
+def prepare(
+    config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("vllm")
     from vllm_eagle3.integration import engine_config
 
     monkeypatch.setattr(engine_config.head_fit, "foreign_reason", lambda spec: "")
     monkeypatch.setattr(engine_config.logger, "propagate", True)
-    config = settings(is_multimodal_model=True)
-    worker = config.parallel_config.worker_cls
     with caplog.at_level(logging.WARNING, engine_config.logger.name):
         engine_config.prepare(config, unsupported="")
-    assert "vLLM's own chain of 5: the target reads more than text" in caplog.text
-    assert config.parallel_config.worker_cls == worker
-    assert config.speculative_config.num_speculative_tokens == 5

@@ -17,11 +17,14 @@ parent; so does any first part of them.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
 from .acceptance_model import AcceptanceModel
+from .config import AUTO_CHAIN
 from .drafter import TreeShape
 from .step_cost import StepCost, StepWork
 
@@ -66,6 +69,12 @@ class BudgetLimits:
     chain: TreeShape
     tree: TreeShape | None = None
     head_waits: bool = True
+
+    @classmethod
+    def below(cls, largest: TreeShape, head_waits: bool = True) -> BudgetLimits:
+        """All that fits into the largest shape of an engine."""
+        chain = TreeShape.chain(min(AUTO_CHAIN, largest.num_nodes))
+        return cls(chain, largest if largest.top_k > 1 else None, head_waits)
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,28 @@ class _Samples:
         return num_nodes, np.append(0, best.cumsum()) / len(self.drafts)
 
 
+class Policy(Protocol):
+    """What an engine asks and tells; `DraftBudget` explains each."""
+
+    def plan(self, num_reqs: int, context: int) -> DraftPlan: ...
+
+    def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray: ...
+
+    def observe_step(self, work: StepWork, seconds: float) -> None: ...
+
+    def observe_verdict(
+        self,
+        req_id: str,
+        parents: Sequence[int],
+        scores: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None: ...
+
+    def forget(self, req_id: str) -> None: ...
+
+    def confidence_error(self) -> float: ...
+
+
 class DraftBudget:
     """The policy; it owns what was learnt of cost and acceptance."""
 
@@ -140,10 +171,18 @@ class DraftBudget:
             self._levels += 0.1 * (work.levels - self._levels)
 
     def observe_verdict(
-        self, req_id: str, scores: np.ndarray, accepted: np.ndarray
+        self,
+        req_id: str,
+        parents: Sequence[int],
+        scores: np.ndarray,
+        accepted: np.ndarray,
     ) -> None:
-        """Learn which of one request's verified nodes were accepted."""
+        """Learn which of one request's verified nodes were accepted (bool)."""
         self.acceptance.observe(req_id, scores, accepted)
+
+    def confidence_error(self) -> float:
+        """Expected calibration error of the head's confidence."""
+        return self.acceptance.error()
 
     def forget(self, req_id: str) -> None:
         """A request has ended."""
@@ -181,13 +220,10 @@ class DraftBudget:
             # In turn, so that the cost of both is seen.
             return DraftPlan(self.limits.chain if self._steps % 2 else None)
         self._consider(num_reqs, context)
-        if self._steps >= self._next_try:
-            if not self._tries:
-                self._tries = self._worth_trying(num_reqs)
-                self._schedule_try(num_reqs, context)
-            if self._tries:
-                return self._tries.pop()
-        return self._plan
+        if not self._tries and self._steps >= self._next_try:
+            self._tries = self._worth_trying(num_reqs)
+            self._schedule_try(num_reqs, context)
+        return self._tries.pop() if self._tries else self._plan
 
     def _ask_again(self, gains: np.ndarray, rows: np.ndarray, context: int) -> None:
         """A try that would have paid is followed by another at once."""
@@ -196,7 +232,6 @@ class DraftBudget:
         plain = num_reqs / self._seconds(num_reqs, num_reqs, context, self._plan)
         if drafting.max() > SAFETY * plain:
             self._tries, self._backoff = [plan], 1
-            self._next_try = self._steps
 
     def _consider(self, num_reqs: int, context: int) -> None:
         """Look for a better plan, now and then and when the batch has changed."""

@@ -30,6 +30,7 @@ from vllm_eagle3.benchmark_prompts import BENCHMARKS, write_benchmark
 from vllm_eagle3.engine import EngineMode, Sampling
 from vllm_eagle3.head_io import convert_head
 from vllm_eagle3.head_layouts import LAYOUTS
+from vllm_eagle3.simulate_command import SimulateOptions, run_simulate_command
 
 app = typer.Typer(
     help="EAGLE-3 speculative decoding for stock vLLM: serve, train, measure.",
@@ -287,6 +288,29 @@ def eval_command(
         max_model_len=max_model_len,
     )
     run_eval_command(options, _ENGINE, Console(stderr=as_json), as_json)
+
+
+@app.command()
+def simulate(
+    record: Annotated[
+        Path, typer.Option(help='Folder that an engine with "record" wrote.')
+    ],
+    curve: Annotated[
+        Path | None, typer.Option(help="Cost curve, YAML; the record's by default.")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,2,4,8,16,32,64",
+    num_speculative_tokens: Annotated[int, typer.Option(help="Of the engine.")] = 16,
+    steps: Annotated[int, typer.Option(help="Of each simulated run.")] = 500,
+    context: Annotated[int, typer.Option(help="Tokens of one request.")] = 256,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    """Predict what `auto` brings by batch size, here or on a machine that is not."""
+    run_simulate_command(
+        SimulateOptions(
+            record, curve, batch, num_speculative_tokens, steps, context, out
+        ),
+        Console(),
+    )
 
 
 data_app = typer.Typer(help="Training data: the target's own words.")

@@ -55,6 +55,9 @@ class HeadOutput:
 #   lineage: [num_reqs, rows, level], row of each ancestor among the rows of its level;
 #            the last column is the row itself
 Advance = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], HeadOutput]
+# is_enough(scores) -> whether growth may end, given [num_reqs, rows], the cumulative
+#   log-probabilities of the nodes that would be run next
+IsEnough = Callable[[torch.Tensor], bool]
 
 
 def grow(
@@ -62,6 +65,7 @@ def grow(
     advance: Advance,
     to_target_ids: torch.Tensor | None,
     shape: TreeShape,
+    is_enough: IsEnough | None = None,
 ) -> DraftTree:
     """Grow one tree per request.
 
@@ -70,10 +74,12 @@ def grow(
         advance: runs the head on the rows of one level.
         to_target_ids: draft id -> target id, [draft_vocab]; None when they are equal.
         shape: limits of the tree.
+        is_enough: asked before each further level; the tree may be smaller then.
+            Chains have scores only where it is given.
     """
     if shape.top_k == 1:
-        return _grow_chain(root, advance, to_target_ids, shape.depth)
-    return _grow_tree(root, advance, to_target_ids, shape)
+        return _grow_chain(root, advance, to_target_ids, shape.depth, is_enough)
+    return _grow_tree(root, advance, to_target_ids, shape, is_enough)
 
 
 def _grow_chain(
@@ -81,19 +87,32 @@ def _grow_chain(
     advance: Advance,
     to_target_ids: torch.Tensor | None,
     depth: int,
+    is_enough: IsEnough | None,
 ) -> DraftTree:
-    """One node a level: the score does not decide anything, so it is not computed."""
-    output, drafts = root, []
+    """One node a level; where nobody asks for its score, it is not computed."""
+    output, drafts, scores = root, [], []
+    score = root.logits.new_zeros(root.logits.shape[:2], dtype=torch.float32)
     lineage = root.logits.new_zeros((root.logits.shape[0], 1, depth), dtype=torch.int64)
     for level in range(1, depth + 1):
         token_ids = argmax(output.logits)  # [num_reqs, 1]
+        if is_enough is not None:
+            score = score + _log_q(output.logits, token_ids)
         if to_target_ids is not None:
             token_ids = to_target_ids[token_ids]
         drafts.append(token_ids)
-        if level < depth:
-            output = advance(level, token_ids, output.features, lineage[..., :level])
-    token_ids = torch.cat(drafts, dim=1)
-    return chain(token_ids, torch.zeros_like(token_ids, dtype=torch.float32))
+        scores.append(score)
+        if level == depth or (is_enough is not None and is_enough(score)):
+            break
+        output = advance(level, token_ids, output.features, lineage[..., :level])
+    return chain(torch.cat(drafts, dim=1), torch.cat(scores, dim=1))
+
+
+def _log_q(
+    logits: torch.Tensor,  # [num_reqs, rows, draft_vocab]
+    ids: torch.Tensor,  # [num_reqs, rows]
+) -> torch.Tensor:
+    logits = logits.float()
+    return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
 
 
 def _grow_tree(
@@ -101,6 +120,7 @@ def _grow_tree(
     advance: Advance,
     to_target_ids: torch.Tensor | None,
     shape: TreeShape,
+    is_enough: IsEnough | None,
 ) -> DraftTree:
     num_reqs, device = root.logits.shape[0], root.logits.device
     reqs = torch.arange(num_reqs, device=device)[:, None]
@@ -122,6 +142,8 @@ def _grow_tree(
             break
         # The next frontier: the best children, whoever their parents are.
         frontier_score, child = score.topk(min(shape.top_k, score.shape[1]), dim=1)
+        if is_enough is not None and is_enough(frontier_score):
+            break
         parent_row = child // shape.top_k
         frontier_node = child + num_grown
         num_grown += score.shape[1]

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .budget import BudgetLimits, DraftBudget, DraftPlan, ScoredDrafts
+from .budget import BudgetLimits, DraftBudget, DraftPlan, Policy, ScoredDrafts
 from .drafter import TreeShape
-from .step_cost import StepWork
+from .recording import ACCEPTANCE, STEPS
+from .step_cost import KNOTS, StepCost, StepWork
 from .validation import explain
+
+WARM_UP = 100  # steps in which a budget gets to know the machine
 
 
 class CostCurve(BaseModel):
@@ -123,20 +126,6 @@ class TracedDraft:
         return np.array(path, dtype=int)
 
 
-class Policy(Protocol):
-    """What chooses; `DraftBudget`, or a shape that never changes."""
-
-    def plan(self, num_reqs: int, context: int) -> DraftPlan: ...
-
-    def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray: ...
-
-    def observe_step(self, work: StepWork, seconds: float) -> None: ...
-
-    def observe_verdict(
-        self, req_id: str, scores: np.ndarray, accepted: np.ndarray
-    ) -> None: ...
-
-
 @dataclass(frozen=True)
 class FixedShape:
     """The policy of a user who names a shape."""
@@ -153,9 +142,19 @@ class FixedShape:
         pass
 
     def observe_verdict(
-        self, req_id: str, scores: np.ndarray, accepted: np.ndarray
+        self,
+        req_id: str,
+        parents: Sequence[int],
+        scores: np.ndarray,
+        accepted: np.ndarray,
     ) -> None:
         pass
+
+    def forget(self, req_id: str) -> None:
+        pass
+
+    def confidence_error(self) -> float:
+        return 0.0
 
 
 @dataclass
@@ -170,7 +169,7 @@ class Simulated:
     drafted_nodes: int = 0
     verified_nodes: int = 0
     accepted: int = 0
-    plain_steps: int = field(default=0)
+    plain_steps: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -213,7 +212,9 @@ def simulate(
         work = _work(plan, chosen, batch, batch * context, levels)
         seconds = curve.seconds(work) * max(1 + curve.noise * rng.normal(), 0.1)
         for req, draft in enumerate(chosen):
-            policy.observe_verdict(str(req), draft.scores, draft.accepted)
+            policy.observe_verdict(
+                str(req), draft.parents.tolist(), draft.scores, draft.accepted
+            )
         policy.observe_step(work, seconds)
         _count(result, chosen, grown, batch, seconds)
         pending = grown
@@ -329,6 +330,44 @@ def _parse(path: Path) -> Any:
         ) from error
 
 
+def curve_of_steps(path: Path) -> CostCurve:
+    """The cost curve of an engine that recorded its steps.
+
+    Raises:
+        ValueError: no such file, lines that are none, or too few steps.
+    """
+    cost = StepCost()
+    try:
+        steps = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        for step in steps:
+            cost.observe(StepWork(**{k: step[k] for k in _WORK}), step["seconds"])
+        widest = max(step["rows"] for step in steps)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"steps: got {path}, want the {STEPS} of a recorded run: {error}"
+        ) from error
+    if not cost.is_known:
+        raise ValueError(f"steps: {path} holds {len(steps)}, want more; record longer")
+    # What was never run is not in the curve, it is extrapolated.
+    rows = KNOTS[: max(int(np.searchsorted(KNOTS, widest)) + 1, 2)]
+    plain = cost.seconds(rows)
+
+    def more(**work: float) -> float:
+        return 1000 * float(cost.seconds(1, **work) - cost.seconds(1))
+
+    return CostCurve(
+        name=str(path),
+        verify_ms=tuple(zip(rows.tolist(), (1000 * plain).tolist(), strict=True)),
+        context_ms=more(context=1000),
+        head_pass_ms=more(head_passes=1),
+        level_ms=more(levels=1),
+        head_row_ms=more(head_rows=1),
+    )
+
+
+_WORK = ("rows", "context", "head_passes", "levels", "head_rows")
+
+
 def read_traces(path: Path) -> list[TracedDraft]:
     """Read drafts that an engine recorded, one JSON object a line.
 
@@ -340,7 +379,7 @@ def read_traces(path: Path) -> list[TracedDraft]:
         traces = list(_read_lines(lines))
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(
-            f"traces: got {path}, want the acceptance.jsonl of a recorded run: {error}"
+            f"traces: got {path}, want the {ACCEPTANCE} of a recorded run: {error}"
         ) from error
     if not traces:
         raise ValueError(f"traces: {path} holds no drafts; record a run that drafts")
@@ -353,7 +392,45 @@ def _read_lines(lines: Iterable[str]) -> Iterator[TracedDraft]:
         yield TracedDraft.of(record["parents"], record["scores"], record["accepted"])
 
 
-def limits_for(num_nodes: int, top_k: int, depth: int, chain: int) -> BudgetLimits:
-    """What the policy may choose between, as an engine of these options has it."""
-    tree = TreeShape(num_nodes, top_k, depth) if top_k > 1 else None
-    return BudgetLimits(TreeShape.chain(chain), tree)
+@dataclass(frozen=True)
+class Comparison:
+    """What auto and fixed shapes reach at one batch size."""
+
+    auto: Simulated
+    fixed: dict[str, Simulated]
+
+    @property
+    def speed_up(self) -> float:
+        return self.auto.tokens_per_s / self.fixed["off"].tokens_per_s
+
+    @property
+    def best(self) -> str:
+        """Name of the fixed shape with the highest throughput."""
+        return max(self.fixed, key=lambda name: self.fixed[name].tokens_per_s)
+
+
+def compare(
+    curve: CostCurve,
+    traces: Sequence[TracedDraft],
+    limits: BudgetLimits,
+    batch: int,
+    steps: int,
+    context: int,
+) -> Comparison:
+    """Simulate the budget and fixed shapes at one batch size."""
+    shapes: dict[str, TreeShape | None] = {"off": None}
+    for length in range(1, limits.chain.depth + 1):
+        shapes[f"chain:{length}"] = TreeShape.chain(length)
+    for nodes in (4, 8, 16, 32):
+        if limits.tree is not None and nodes <= limits.tree.num_nodes:
+            shapes[f"tree:{nodes}"] = replace(limits.tree, num_nodes=nodes)
+
+    def run(policy: Policy, warm_up: int = 0) -> Simulated:
+        return simulate(
+            policy, curve, traces, batch, steps, context=context, warm_up=warm_up
+        )
+
+    return Comparison(
+        run(DraftBudget(limits), warm_up=WARM_UP),
+        {name: run(FixedShape(shape)) for name, shape in shapes.items()},
+    )

@@ -39,6 +39,15 @@ _MAX_OUTLIERS = 8
 _FIRST_STEPS = 3
 
 
+@dataclass
+class HeadWork:
+    """What the head did in a step: first passes, further levels, rows of all passes."""
+
+    passes: int = 0
+    levels: int = 0
+    rows: int = 0
+
+
 @dataclass(frozen=True)
 class StepWork:
     """What one step did.

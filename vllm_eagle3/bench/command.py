@@ -15,7 +15,6 @@ from vllm_eagle3.bench.plots import draw_all
 from vllm_eagle3.bench.report import LiveTable, notes, results_table, verdict
 from vllm_eagle3.bench.results import FILE_NAME, Record, make_results, write_json
 from vllm_eagle3.bench.runs import run_bench
-from vllm_eagle3.config import AUTO_CHAIN
 from vllm_eagle3.engine import EngineMode
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "prompt_sets" / "demo.jsonl"
@@ -112,8 +111,6 @@ def _announce(plan: BenchPlan, console: Console) -> None:
         console.print(f"head   {plan.head}", highlight=False)
     how = "eager" if plan.options.mode.enforce_eager else "compiled"
     console.print(f"every method runs {how}, on {available_cores()} cores")
-    if any(method.options.get("shape") == "auto" for method in plan.methods):
-        console.print(f"ours:auto stands for a chain of {AUTO_CHAIN} for now")
 
 
 def run_demo_command(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_eagle3.config import AUTO_CHAIN, KEY, MAX_SPECULATIVE_TOKENS, read_options
+from vllm_eagle3.config import AUTO_NODES, KEY, MAX_SPECULATIVE_TOKENS, read_options
 
 MAX_CHAIN = 16
 # vLLM's names. Where K is not given, the second group takes it from the model.
@@ -134,7 +134,7 @@ def _ours(name: str, shape: str, num_tokens: int) -> Method:
 
 
 def _auto(name: str, numbers: list[str]) -> Method:
-    most = int(numbers[0]) if numbers else AUTO_CHAIN
+    most = int(numbers[0]) if numbers else AUTO_NODES
     if not 1 <= most <= MAX_SPECULATIVE_TOKENS:
         raise ValueError(
             f"methods: got {name!r}, want 1..{MAX_SPECULATIVE_TOKENS} nodes at most"

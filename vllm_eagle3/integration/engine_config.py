@@ -16,9 +16,16 @@ from typing import Any
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
-from ..config import KEY, MAX_FALLBACK_CHAIN, read_options
+from ..config import (
+    AUTO_CHAIN,
+    AUTO_CHAIN_WITHOUT_BUDGET,
+    KEY,
+    MAX_FALLBACK_CHAIN,
+    Eagle3Options,
+    read_options,
+)
 from ..drafter import TreeShape
-from . import head_fit, lifted
+from . import head_fit, lifted, metrics, request_options
 from .tree_support import why_no_trees
 
 logger = logging.getLogger("vllm.vllm_eagle3")
@@ -73,6 +80,8 @@ def install(unsupported: str) -> None:
     platform.check_and_update_config = classmethod(check_and_update_config)
     VllmConfig._get_v2_model_runner_unsupported_features = unsupported_features
     head_fit.install()
+    request_options.install()
+    metrics.install()
 
 
 def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
@@ -90,13 +99,19 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
         _fall_back(spec, reason)
         return
     shape = options.tree_shape(spec.num_speculative_tokens)
-    if shape is not None and shape.top_k > 1:
+    if options.shape == "auto":
+        shape = _prepare_auto(vllm_config, options)
+    elif shape is not None and shape.top_k > 1:
         if obstacle := why_no_trees(vllm_config):
             shape = _chain_instead(vllm_config, obstacle)
         else:
             _prepare_for_trees(vllm_config, shape)
+    if shape is not None and _may_schedule(vllm_config):
+        vllm_config.scheduler_config.scheduler_cls = SCHEDULER
     if shape is not None:
         spec.num_speculative_tokens = shape.num_nodes
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    request_options.mark(spec, scheduler == SCHEDULER)
     _keep_head_asleep(vllm_config.model_config)
     has_trees = shape is not None and shape.top_k > 1
     # Sampled drafts of a chain are judged by vLLM's rejection sampler.
@@ -106,8 +121,69 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
     logger.info(
         "vllm_eagle3 drives this engine: shape %s means %s, V1 model runner",
         options.shape,
-        _describe(shape),
+        ("up to " if options.shape == "auto" else "") + _describe(shape),
     )
+
+
+def _may_schedule(vllm_config: VllmConfig) -> bool:
+    """Whether our scheduler may stand in for vLLM's plain one, as it is."""
+    scheduler = vllm_config.scheduler_config
+    return scheduler.scheduler_cls is None and not scheduler.async_scheduling
+
+
+def _prepare_auto(vllm_config: VllmConfig, options: Eagle3Options) -> TreeShape:
+    """Let a budget choose, between what this engine can hold; the largest shape."""
+    spec, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    if scheduler.scheduler_cls not in (None, SCHEDULER):
+        return _always_chain(vllm_config, "the budget needs vLLM's own scheduler")
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        return _always_chain(
+            vllm_config, "ranks of data parallelism must draft equally much"
+        )
+    shape = options.tree_shape(spec.num_speculative_tokens)
+    assert shape is not None
+    if shape.top_k > 1 and (
+        why_no_trees(vllm_config) or shape.top_k >= scheduler.max_num_batched_tokens
+    ):
+        chains_only = {"shape": "auto", "top_k": 1, "record": options.record}
+        _rewrite_options(vllm_config, chains_only)
+        shape = TreeShape.chain(min(AUTO_CHAIN, shape.num_nodes))
+    if shape.top_k > 1:
+        _prepare_for_trees(vllm_config, shape)
+    elif spec.draft_sample_method != "greedy":
+        return _always_chain(vllm_config, "its drafts are sampled, without scores")
+    else:
+        _take_scheduler(vllm_config)
+    return shape
+
+
+def _always_chain(vllm_config: VllmConfig, obstacle: str) -> TreeShape:
+    budget = vllm_config.speculative_config.num_speculative_tokens
+    shape = TreeShape.chain(min(budget, AUTO_CHAIN_WITHOUT_BUDGET))
+    _rewrite_options(vllm_config, {"shape": "chain"})
+    _warn_once(
+        f"vllm_eagle3 drafts chains of {shape.num_nodes} in this engine, whatever they "
+        f"bring: {obstacle}"
+    )
+    return shape
+
+
+def _take_scheduler(vllm_config: VllmConfig) -> None:
+    """Our scheduler, which has to see the drafts of a step before the next one."""
+    scheduler = vllm_config.scheduler_config
+    scheduler.scheduler_cls = SCHEDULER
+    scheduler.async_scheduling = False
+    # A graph of a whole step is for one number of drafts.
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode.has_full_cudagraphs():
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def _rewrite_options(vllm_config: VllmConfig, options: dict[str, Any]) -> None:
+    """Every process reads the options again; what has nothing to do with shapes stays."""
+    given = read_options(vllm_config.additional_config)
+    options = {"check_ranks": given.check_ranks, **options}
+    vllm_config.additional_config = {**vllm_config.additional_config, KEY: options}
 
 
 def _prepare_for_trees(vllm_config: VllmConfig, shape: TreeShape) -> None:
@@ -126,17 +202,11 @@ def _prepare_for_trees(vllm_config: VllmConfig, shape: TreeShape) -> None:
     cache = vllm_config.cache_config
     if current_platform.is_cpu() and not cache.user_specified_block_size:
         cache.block_size = TREE_BLOCK_SIZE
-    scheduler.scheduler_cls = SCHEDULER
-    # The next step's topology is known only when this step's drafts are.
-    scheduler.async_scheduling = False
+    _take_scheduler(vllm_config)
     # Branches are copied in one table of blocks, so layers with a window keep all of
     # theirs; vLLM's other layout has a table for each kind of layer.
     if scheduler.disable_hybrid_kv_cache_manager is None:
         scheduler.disable_hybrid_kv_cache_manager = True
-    # A graph of a whole step would replay the attention of plain rows.
-    compilation = vllm_config.compilation_config
-    if compilation.cudagraph_mode.has_full_cudagraphs():
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def _keep_head_asleep(model_config: Any) -> None:
@@ -147,12 +217,9 @@ def _keep_head_asleep(model_config: Any) -> None:
 
 
 def _chain_instead(vllm_config: VllmConfig, obstacle: str) -> TreeShape:
-    """Rewrite the options, which every process reads again."""
     budget = vllm_config.speculative_config.num_speculative_tokens
     shape = TreeShape.chain(min(budget, MAX_FALLBACK_CHAIN))
-    given = read_options(vllm_config.additional_config)
-    options = {"shape": "chain", "check_ranks": given.check_ranks}
-    vllm_config.additional_config = {**vllm_config.additional_config, KEY: options}
+    _rewrite_options(vllm_config, {"shape": "chain"})
     _warn_once(
         f"vllm_eagle3 drafts chains of {shape.num_nodes} in this engine, not trees: "
         f"{obstacle}"

@@ -24,9 +24,13 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from ..budget import DraftPlan
 from ..config import read_options
+from ..step_cost import HeadWork
 from ..tree_runs import batch_trees, blocks_per_branch, num_branches
 from ..verify import Verdict
+from .head_backlog import HeadBacklog
+from .head_waits import head_may_wait
 from .proposer import Eagle3Proposer
 from .ranks import ranks_of_target
 from .run_attention import RunAttention
@@ -39,6 +43,7 @@ from .sampler import (
 )
 from .scheduler import TreeDraftTokenIds
 from .scratch import add_blocks, scratch_blocks, scratch_branches
+from .step_timer import StepTimer
 
 logger = logging.getLogger("vllm.vllm_eagle3")
 
@@ -57,6 +62,11 @@ class Eagle3Runner(GPUModelRunner):
         # request -> parents of its drafts in this step
         self.trees: dict[int, np.ndarray] = {}
         self._verdict: Verdict | None = None
+        self.backlog = HeadBacklog(self.drafter)
+        self._head_may_wait = head_may_wait(self.vllm_config)
+        self.timer = StepTimer(self.device)
+        # Nobody takes the times of steps whose drafts stay with the workers.
+        self.timer.is_on = not self.use_async_scheduling
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
@@ -113,6 +123,17 @@ class Eagle3Runner(GPUModelRunner):
             self.device,
         )
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self.timer.part("verify"):
+            return super().execute_model(*args, **kwargs)
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        self.drafter.work = HeadWork()
+        # Requests that leave the batch take their rows' places with them.
+        if self.backlog.req_ids - scheduler_output.num_scheduled_tokens.keys():
+            self.backlog.catch_up(self.input_batch)
+        return super()._update_states(scheduler_output)
+
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         index = self.input_batch.req_id_to_index
@@ -145,6 +166,18 @@ class Eagle3Runner(GPUModelRunner):
         logits: torch.Tensor | None,
         spec_decode_metadata: SpecDecodeMetadata | None,
     ) -> SamplerOutput:
+        with self.timer.part("verify"):
+            output = self._judge(logits, spec_decode_metadata)
+        if self._verdict is not None:
+            with self.timer.part("commit"):
+                self._commit(self._verdict)
+        return output
+
+    def _judge(
+        self,
+        logits: torch.Tensor | None,
+        spec_decode_metadata: SpecDecodeMetadata | None,
+    ) -> SamplerOutput:
         self._verdict = None
         walks = spec_decode_metadata is None or not self._judges_by_ratio()
         if (thinking := self.input_batch.thinking_budget_state_holder) is not None:
@@ -169,10 +202,9 @@ class Eagle3Runner(GPUModelRunner):
                 sampling,
                 self.input_batch.req_output_token_ids,
             )
-        self._verdict = verdict = self.ranks.settle(verdict, drafts.token_ids.shape[1])
-        self._commit(verdict)
+        self._verdict = self.ranks.settle(verdict, drafts.token_ids.shape[1])
         # Log-probabilities belong to the leader's own walk.
-        return as_output(verdict, logprobs if self.ranks.leads else None)
+        return as_output(self._verdict, logprobs if self.ranks.leads else None)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)
@@ -202,7 +234,11 @@ class Eagle3Runner(GPUModelRunner):
             }
         )
 
-    def propose_draft_token_ids(
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
+        with self.timer.part("draft"):
+            return self._propose(*args, **kwargs)
+
+    def _propose(
         self,
         scheduler_output: Any,
         sampled_token_ids: Any,
@@ -210,11 +246,21 @@ class Eagle3Runner(GPUModelRunner):
         hidden_states: torch.Tensor,
         sample_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: SpecDecodeMetadata | None,
+        common_attn_metadata: Any,
         *others: Any,
     ) -> Any:
         if self.tree_attention is not None and self.tree_attention.batch is not None:
             aux_hidden_states = self._straighten(aux_hidden_states)
             self.tree_attention.leave()
+        plan = getattr(scheduler_output, "draft_plan", None)
+        if plan is not None:
+            self.drafter.follow(plan)
+            if self._head_can_wait(plan, sampled_token_ids, spec_decode_metadata):
+                return self._leave_to_head_later(
+                    sampled_token_ids, aux_hidden_states, common_attn_metadata
+                )
+            self.backlog.catch_up(self.input_batch)
         drafts = super().propose_draft_token_ids(
             scheduler_output,
             sampled_token_ids,
@@ -222,10 +268,46 @@ class Eagle3Runner(GPUModelRunner):
             hidden_states,
             sample_hidden_states,
             aux_hidden_states,
+            spec_decode_metadata,
+            common_attn_metadata,
             *others,
         )
         self.ranks.compare("drafts", drafts, np.array(self.drafter.last_parents or []))
         return drafts
+
+    def _head_can_wait(
+        self,
+        plan: DraftPlan,
+        sampled_token_ids: torch.Tensor,
+        spec_decode_metadata: SpecDecodeMetadata | None,
+    ) -> bool:
+        """Whether this step drafts nothing and has one new row for each request."""
+        return (
+            self._head_may_wait
+            and plan.shape is None
+            and spec_decode_metadata is None
+            and not self.backlog.is_full
+            and self.query_start_loc.np[self.input_batch.num_reqs]
+            == len(sampled_token_ids)
+            and not self.discard_request_mask.np[: len(sampled_token_ids)].any()
+        )
+
+    def _leave_to_head_later(
+        self,
+        sampled_token_ids: torch.Tensor,  # [num_reqs, 1]
+        aux_hidden_states: list[torch.Tensor] | None,
+        common_attn_metadata: Any,
+    ) -> torch.Tensor:
+        assert aux_hidden_states is not None
+        self.drafter.last_parents = self.drafter.last_scores = None
+        self.backlog.keep(
+            self.input_batch.req_ids,
+            sampled_token_ids[:, 0],
+            self.positions,
+            aux_hidden_states,
+            common_attn_metadata,
+        )
+        return sampled_token_ids.new_empty((len(sampled_token_ids), 0)).long()
 
     def _straighten(
         self, aux_hidden_states: list[torch.Tensor] | None
@@ -251,12 +333,17 @@ class Eagle3Runner(GPUModelRunner):
         return straight
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        drafts = super().take_draft_token_ids()
-        parents = self.drafter.last_parents
-        if drafts is None or parents is None:
-            return drafts
-        self.drafter.last_parents = None
-        return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, parents)
+        drafts, drafter = super().take_draft_token_ids(), self.drafter
+        if drafts is None:
+            return None
+        return TreeDraftTokenIds(
+            drafts.req_ids,
+            drafts.draft_token_ids,
+            drafter.last_parents,
+            drafter.last_scores,
+            drafter.work,
+            self.timer.take(),
+        )
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always: growth past the limit of one request harms nobody else."""

@@ -7,6 +7,7 @@ CONFIG = (
     "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
     "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
     "vllm.config.vllm:VllmConfig.use_v2_model_runner",
+    "vllm.sampling_params:SamplingParams.verify",
     "vllm.config.speculative:SpeculativeConfig.__post_init__",
     "vllm.config.speculative:SpeculativeConfig.compose_draft_hf_overrides",
 )
@@ -14,6 +15,8 @@ CONFIG = (
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 RUNNER = (
     f"{_RUNNER}.__init__",
+    f"{_RUNNER}.execute_model",
+    f"{_RUNNER}._update_states",
     f"{_RUNNER}._sample",
     f"{_RUNNER}.sample_tokens",
     f"{_RUNNER}.propose_draft_token_ids",
@@ -41,6 +44,19 @@ SCHEDULER = (
     f"{_SCHEDULER}.__init__",
     f"{_SCHEDULER}.schedule",
     f"{_SCHEDULER}.update_draft_token_ids",
+    f"{_SCHEDULER}.update_from_output",
+    f"{_SCHEDULER}.add_request",
+    f"{_SCHEDULER}.make_stats",
+    f"{_SCHEDULER}._free_request",
+)
+
+METRICS = (
+    "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__",
+    "vllm.v1.metrics.loggers:PrometheusStatLogger.record",
+    "vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__",
+    "vllm.v1.spec_decode.metrics:SpecDecodingProm.observe",
+    "vllm.v1.spec_decode.metrics:SpecDecodingLogging.observe",
+    "vllm.v1.metrics.utils:create_metric_per_engine",
 )
 
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
@@ -62,4 +78,4 @@ PROPOSER = (
     "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.load_weights",
 )
 
-FUNCTIONS = (*CONFIG, *RUNNER, *SCHEDULER, *PROPOSER)
+FUNCTIONS = (*CONFIG, *RUNNER, *SCHEDULER, *METRICS, *PROPOSER)

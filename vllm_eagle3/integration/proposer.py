@@ -21,8 +21,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from ..argmax import argmax
+from ..budget import DraftPlan
 from ..config import read_options
-from ..drafter import HeadOutput, TreeShape, grow
+from ..drafter import HeadOutput, IsEnough, TreeShape, grow
+from ..step_cost import HeadWork
 from ..tree import DraftTree
 from ..tree_runs import depth_first
 from .coupled import levels_of
@@ -43,10 +45,16 @@ class Eagle3Proposer(EagleProposer):
         self._output: tuple[torch.Tensor, torch.Tensor] | None = None
         self._first_logits: torch.Tensor | None = None
         self._to_target_ids: torch.Tensor | None = None
-        self._tree_shape: TreeShape | None = None
+        self._tree_shape: TreeShape | None = None  # of this step
+        self._has_trees = False
         self._levels = levels_of(vllm_config.parallel_config, self._run_idle_level)
-        # Parents of the last proposal's nodes, if those are trees.
+        # Parents of the last proposal's nodes, if those are trees, and their scores if
+        # those are known.
         self.last_parents: list[list[int]] | None = None
+        self.last_scores: list[list[float]] | None = None
+        self.work = HeadWork()
+        # What the budget wants drafted; None where the shape never changes.
+        self.plan: DraftPlan | None = None
 
     @property
     def draft_layer_names(self) -> set[str]:
@@ -74,11 +82,17 @@ class Eagle3Proposer(EagleProposer):
         self, shape: TreeShape, layers: list[Any], block_size: int, scratch: np.ndarray
     ) -> None:
         """Grow trees of this shape from now on, with scratch blocks for their KV."""
-        self._tree_shape = shape
+        self._tree_shape, self._has_trees = shape, True
         self._tree_growth = TreeGrowth(self, layers, block_size, scratch)
         # A level must fit the scratch blocks and, with one end more, `arange`.
         rows = min(self._tree_growth.max_rows, self.max_num_tokens - 1)
         self._trees_at_once = rows // shape.top_k
+
+    def follow(self, plan: DraftPlan) -> None:
+        """Draft by this plan from now on."""
+        self.plan = plan
+        is_tree = plan.shape is not None and plan.shape.top_k > 1
+        self._tree_shape = plan.shape if is_tree else None
 
     def propose(
         self,
@@ -96,7 +110,9 @@ class Eagle3Proposer(EagleProposer):
     ) -> torch.Tensor:
         """Draft for every request, [num_reqs, num_drafts]; see vLLM's method."""
         first_pass = super().propose
-        self.last_parents = None
+        self.last_parents = self.last_scores = None
+        self.work.passes += 1
+        self.work.rows += target_token_ids.shape[0]
         rows = token_indices_to_sample
         if rows is None:
             rows = common_attn_metadata.query_start_loc[1:] - 1
@@ -141,7 +157,7 @@ class Eagle3Proposer(EagleProposer):
         return (
             self._enable_probabilistic_draft_probs
             and not sampling.all_greedy
-            and self._tree_shape is None
+            and not self._has_trees
         )
 
     def _grow(
@@ -157,7 +173,15 @@ class Eagle3Proposer(EagleProposer):
         if self._tree_shape is None:
             growth = ChainGrowth(self, metadata, positions[rows], seq_lens)
             shape = TreeShape.chain(num_drafts)
-            return grow(root, growth.advance, self._to_target_ids, shape).token_ids
+            return self._keep_chains(
+                grow(
+                    root,
+                    growth.advance,
+                    self._to_target_ids,
+                    shape,
+                    self._enough(),
+                )
+            )
         return self._keep_trees(
             [
                 self._grow_trees(root, metadata, positions[rows], first)
@@ -184,18 +208,38 @@ class Eagle3Proposer(EagleProposer):
             self._tree_growth.advance,
             self._to_target_ids,
             self._tree_shape,
+            self._enough(len(table) / len(positions)),
         )
+
+    def _enough(self, share: float = 1.0) -> IsEnough | None:
+        """When to stop growing, as the plan has it, for a share of the requests.
+
+        Asking costs a device synchronisation, so only the CPU asks.
+        """
+        if self.plan is None:
+            return None
+        asks, min_mass = self.device.type == "cpu", self.plan.min_mass * share
+        return lambda scores: asks and float(scores.exp().sum()) < min_mass
+
+    def _keep_chains(self, chains: DraftTree) -> torch.Tensor:
+        if self.plan is not None:
+            self.last_scores = chains.scores.tolist()
+        return chains.token_ids
 
     def _keep_trees(self, trees: list[DraftTree]) -> torch.Tensor:
         """Put nodes in depth-first order and keep their parents for the scheduler."""
+        trees = _equally_wide(trees)
         parents = torch.cat([tree.parents for tree in trees]).cpu().numpy()
         order = depth_first(parents)
         new_index = np.argsort(order, axis=1)
         old = np.take_along_axis(parents, order, axis=1)
         moved = np.take_along_axis(new_index, old.clip(min=0), axis=1)
         self.last_parents = np.where(old >= 0, moved, old).tolist()
+        index = torch.from_numpy(order).to(self.device)
+        scores = torch.cat([tree.scores for tree in trees])
+        self.last_scores = scores.gather(1, index).tolist()
         token_ids = torch.cat([tree.token_ids for tree in trees])
-        return token_ids.gather(1, torch.from_numpy(order).to(self.device))
+        return token_ids.gather(1, index)
 
     def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Argmax over the draft vocabulary; logits never go to the target's."""
@@ -230,7 +274,34 @@ class Eagle3Proposer(EagleProposer):
             (features to feed back [rows, hidden], draft logits [rows, draft_vocab])
         """
         self._levels.count()
+        hidden, fed_back = self._run(token_ids, positions, features, metadata, level)
+        self.work.levels += 1
+        return fed_back, self.draft_logits(hidden)
+
+    def catch_up(
+        self,
+        token_ids: torch.Tensor,  # [rows]
+        positions: torch.Tensor,  # [rows]
+        features: torch.Tensor,  # [rows, taps * hidden], of the target
+        metadata: CommonAttentionMetadata,
+    ) -> None:
+        """Fill the head's KV cache with rows that it was not run on when they came."""
+        self.work.passes += 1
+        self._run(
+            token_ids, positions, self.model.combine_hidden_states(features), metadata
+        )
+
+    def _run(
+        self,
+        token_ids: torch.Tensor,  # [rows]
+        positions: torch.Tensor,  # [rows]
+        features: torch.Tensor,  # [rows, hidden]
+        metadata: CommonAttentionMetadata,
+        level: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A pass of the head: (normed hidden, feature to feed back), [rows, hidden]."""
         rows = token_ids.shape[0]
+        self.work.rows += rows
         graph_mode, padded_rows, rows_across_dp = (
             self._determine_batch_execution_and_padding(rows)
         )
@@ -248,7 +319,7 @@ class Eagle3Proposer(EagleProposer):
             slot_mapping=self._get_slot_mapping(padded_rows, metadata.slot_mapping),
         ):
             hidden, fed_back = self.model(**inputs)
-        return fed_back[:rows], self.draft_logits(hidden[:rows])
+        return hidden[:rows], fed_back[:rows]
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """One pass at profile size, and the levels of engines that are not idle."""
@@ -269,3 +340,12 @@ class Eagle3Proposer(EagleProposer):
 
     def _keep_output(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self._output = output
+
+
+def _equally_wide(trees: list[DraftTree]) -> list[DraftTree]:
+    """The first nodes of each, as many as all have: parts may stop growing apart."""
+    width = min(tree.num_nodes for tree in trees)
+    return [
+        DraftTree(t.token_ids[:, :width], t.parents[:, :width], t.scores[:, :width])
+        for t in trees
+    ]

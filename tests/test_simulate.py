@@ -1,0 +1,190 @@
+"""The simulator runs the real policy; bad curves and traces are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from vllm_eagle3.budget import BudgetLimits
+from vllm_eagle3.drafter import TreeShape
+from vllm_eagle3.recording import ACCEPTANCE, STEPS, RecordingPolicy
+from vllm_eagle3.simulate import (
+    CostCurve,
+    FixedShape,
+    TracedDraft,
+    compare,
+    curve_of_steps,
+    read_curve,
+    read_traces,
+    simulate,
+)
+from vllm_eagle3.simulate_command import SimulateOptions, run_simulate_command
+from vllm_eagle3.step_cost import StepWork
+
+LIMITS = BudgetLimits(TreeShape.chain(5), TreeShape(8, 2, 4))
+# Rows are nearly free up to hundreds, as where memory is the bottleneck; and never.
+FREE_ROWS = CostCurve(
+    name="free rows",
+    verify_ms=((1, 7.0), (64, 7.5), (256, 14.0), (512, 28.0)),
+    head_pass_ms=0.3,
+    level_ms=0.4,
+    head_row_ms=0.002,
+    noise=0.05,
+)
+DEAR_ROWS = CostCurve(
+    name="dear rows",
+    verify_ms=((1, 20.0), (64, 200.0)),
+    head_pass_ms=1.5,
+    level_ms=1.2,
+    head_row_ms=0.1,
+    noise=0.05,
+)
+
+
+def draw_traces(count: int, seed: int = 0) -> list[TracedDraft]:
+    """Binary trees of 8 nodes; nodes are accepted 0.9 times as often as confident."""
+    rng = np.random.default_rng(seed)
+    return [draw_trace(rng) for _ in range(count)]
+
+
+def draw_trace(rng: np.random.Generator) -> TracedDraft:
+    ease = rng.uniform(0.2, 0.9)
+    nodes: list[tuple[int, float]] = []  # parent, score
+    level = [(-1, 0.0)]
+    for _ in range(4):
+        grown = []
+        for parent, score in level:
+            for share in (ease, (1 - ease) / 2):
+                nodes.append((parent, score + float(np.log(share))))
+                grown.append((len(nodes) - 1, nodes[-1][1]))
+        level = sorted(grown, key=lambda node: -node[1])[:2]
+    kept = sorted(sorted(range(len(nodes)), key=lambda n: -nodes[n][1])[:8])
+    number = {old: new for new, old in enumerate(kept)} | {-1: -1}
+    parents = [number[nodes[old][0]] for old in kept]
+    scores = [nodes[old][1] for old in kept]
+    accepted, here = [], -1
+    while True:
+        children = [n for n, parent in enumerate(parents) if parent == here]
+        above = scores[here] if here >= 0 else 0.0
+        odds = [0.9 * np.exp(scores[n] - above) for n in children]
+        place = int(np.searchsorted(np.cumsum(odds), rng.random()))
+        if place >= len(children):
+            return TracedDraft.of(parents, scores, accepted)
+        here = children[place]
+        accepted.append(here)
+
+
+TRACES = draw_traces(1500)
+
+
+@pytest.mark.parametrize(
+    ("curve", "batch"),
+    [(FREE_ROWS, 1), (FREE_ROWS, 6), (DEAR_ROWS, 1), (DEAR_ROWS, 6)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_auto_reaches_the_best_fixed_shape(curve: CostCurve, batch: int) -> None:
+    found = compare(curve, TRACES, LIMITS, batch, steps=250, context=200)
+    best = found.fixed[found.best].tokens_per_s
+    assert found.auto.tokens_per_s >= 0.97 * best
+    assert found.speed_up >= 0.97
+    if curve is FREE_ROWS:
+        assert found.speed_up > 1.3
+        assert found.auto.accepted > 100
+    if curve is DEAR_ROWS and batch == 6:
+        assert found.best == "off"
+        assert found.auto.plain_steps > 0.95 * found.auto.steps
+
+
+def test_a_simulated_step_costs_what_the_curve_says() -> None:
+    curve = CostCurve(verify_ms=((1, 10), (11, 20)), head_pass_ms=1, level_ms=2)
+    assert curve.seconds(StepWork(1)) == pytest.approx(0.010)
+    assert curve.seconds(StepWork(6)) == pytest.approx(0.015)
+    assert curve.seconds(StepWork(21, 0, 1, 3)) == pytest.approx(0.030 + 0.007)
+    plain = simulate(FixedShape(None), curve, TRACES, batch=6, steps=10)
+    assert plain.tokens_per_s == pytest.approx(6 / 0.015)
+    assert plain.accepted == plain.drafts == 0
+
+
+def test_a_smaller_shape_is_cut_out_of_a_draft() -> None:
+    #  0 (.6) ─ 2 (.5) ─ 4 (.2)        1 (.3) ─ 3 (.25)
+    draft = TracedDraft.of(
+        [-1, -1, 0, 1, 2], np.log([0.6, 0.3, 0.5, 0.25, 0.2]).tolist(), [1, 3]
+    )
+    chain = draft.limited(TreeShape.chain(2))
+    assert chain.parents.tolist() == [-1, 0]
+    assert not chain.accepted.any()
+    tree = draft.limited(TreeShape(4, 2, 2))
+    assert tree.parents.tolist() == [-1, -1, 0, 1]
+    assert tree.accepted.tolist() == [False, True, False, True]
+    assert draft.limited(TreeShape(3, 2, 2)).accepted.tolist() == [False, True, False]
+
+
+def record(folder: Path, curve: CostCurve) -> None:
+    """What an engine on a machine of that curve records."""
+    policy = RecordingPolicy(LIMITS, folder)
+    for batch in (1, 4, 16):
+        simulate(policy, curve, TRACES, batch, steps=150, context=100 * batch)
+
+
+def test_a_record_gives_the_curve_and_the_drafts_back(tmp_path: Path) -> None:
+    record(tmp_path, FREE_ROWS)
+    curve = curve_of_steps(tmp_path / STEPS)
+    for work in (StepWork(1), StepWork(4), StepWork(80, 0, 1, 3, 120)):
+        assert curve.seconds(work) == pytest.approx(FREE_ROWS.seconds(work), rel=0.1)
+    traces = read_traces(tmp_path / ACCEPTANCE)
+    assert len(traces) > 1000
+    share = np.mean([t.accepted[t.depths == 1].any() for t in traces])
+    known = np.mean([t.accepted[t.depths == 1].any() for t in TRACES])
+    assert share < known  # chains have one child where trees have two
+    assert share > 0.7 * known
+
+
+def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
+    record(tmp_path, FREE_ROWS)
+    out, console = tmp_path / "out.json", Console(record=True, width=160)
+    options = SimulateOptions(tmp_path, batch="1,8", steps=60, out=out)
+    run_simulate_command(options, console)
+    rows = json.loads(out.read_text())["batches"]
+    assert [row["batch"] for row in rows] == [1, 8]
+    assert str(rows[0]["auto_speed_up"]) in console.export_text()
+    with pytest.raises(ValueError, match="batch: got '1,x'"):
+        run_simulate_command(SimulateOptions(tmp_path, batch="1,x"), console)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("head_pass_ms: 1", "verify_ms: missing; level_ms: missing"),
+        (
+            "{verify_ms: [[4, 1], [2, 1]], head_pass_ms: 1, level_ms: 1}",
+            "rows .4.0, 2.0.",
+        ),
+        (
+            "{verify_ms: [[1, 1], [2, 1]], head_pass_ms: 1, level_ms: 1, levels: 1}",
+            "levels: unknown key, did you mean level_ms",
+        ),
+        ("[", "curve: got "),
+    ],
+)
+def test_bad_curves_are_refused_by_name(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "curve.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_curve(path)
+
+
+def test_missing_or_empty_records_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"steps: got .*steps\.jsonl"):
+        curve_of_steps(tmp_path / STEPS)
+    (tmp_path / ACCEPTANCE).write_text("")
+    with pytest.raises(ValueError, match="holds no drafts"):
+        read_traces(tmp_path / ACCEPTANCE)
+    (tmp_path / ACCEPTANCE).write_text('{"parents": [0]}\n')
+    with pytest.raises(ValueError, match=r"acceptance\.jsonl of a recorded run"):
+        read_traces(tmp_path / ACCEPTANCE)

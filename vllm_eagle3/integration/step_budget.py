@@ -1,0 +1,98 @@
+"""The budget inside an engine: what it is told of the steps, and what it is asked.
+
+The clock runs from one call of the scheduler to the next, so that everything counts
+that a step costs, whichever process spends the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from ..budget import DraftPlan, Policy, ScoredDrafts
+from ..step_cost import HeadWork, StepWork
+
+
+class StepBudget:
+    """A policy, fed by the scheduler of one engine."""
+
+    def __init__(
+        self, policy: Policy, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.policy = policy
+        self.last_plan = DraftPlan(None)
+        self._clock = clock
+        self._began = 0.0
+        self._work: StepWork | None = None  # of the step that runs, if it can be timed
+        self._head = HeadWork()
+        self._req_ids: Collection[str] = ()
+
+    def next_step(self, is_alive: Callable[[str], bool]) -> None:
+        """A step is about to be scheduled, so the last one has ended.
+
+        Args:
+            is_alive: whether a request still runs. Where none of the last step's does,
+                the engine may have been idle in between.
+        """
+        now = self._clock()
+        if self._work is not None and any(map(is_alive, self._req_ids)):
+            work, head = self._work, self._head
+            self.policy.observe_step(
+                StepWork(work.rows, work.context, head.passes, head.levels, head.rows),
+                now - self._began,
+            )
+        self._began, self._work, self._head = now, None, HeadWork()
+
+    def plan(
+        self, req_ids: Collection[str], rows: int, context: int, is_decode: bool
+    ) -> DraftPlan:
+        """What to draft after the step that has been scheduled.
+
+        Args:
+            rows: that it verifies.
+            context: tokens in the KV cache, all requests together.
+            is_decode: it prefills nothing, so its duration says what a step costs.
+        """
+        self._req_ids = req_ids
+        self._work = StepWork(rows, context) if is_decode else None
+        self.last_plan = self.policy.plan(len(req_ids), context)
+        return self.last_plan
+
+    def head_did(self, work: HeadWork) -> None:
+        """The workers have drafted."""
+        self._head = work
+
+    def choose(
+        self,
+        req_ids: list[str],
+        parents: Sequence[Sequence[int]],
+        scores: Sequence[Sequence[float]],
+        max_nodes: Sequence[int],
+        context: int,
+    ) -> list[np.ndarray]:
+        """Numbers of each request's nodes that the target shall verify, rising."""
+        width = max(map(len, scores), default=0)
+        padded = np.full((len(req_ids), width), -np.inf)
+        depths = np.zeros((len(req_ids), width), dtype=int)
+        for row, (tree, values) in enumerate(zip(parents, scores, strict=True)):
+            padded[row, : len(values)] = values
+            depths[row, : len(tree)] = depths_of(tree)
+        shape = self.last_plan.shape
+        drafts = ScoredDrafts(
+            req_ids,
+            padded,
+            depths,
+            np.array(max_nodes, dtype=int),
+            1 if shape is None else shape.top_k,
+        )
+        return [np.flatnonzero(row) for row in self.policy.choose(drafts, context)]
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Tokens from the root to each node."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths

@@ -1,0 +1,74 @@
+"""Record what a budget has to know: costs of steps, and what was accepted of drafts.
+
+A recording engine drafts in turn by every kind of plan, whatever it costs, and verifies
+all of it, so that the records hold what a policy might choose, not what one chose:
+
+    steps.jsonl        a step: the fields of `StepWork`, and "seconds"
+    acceptance.jsonl   a draft: "parents" and "scores" of its nodes, "accepted" nodes
+
+`simulate` reads both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from .budget import BudgetLimits, DraftPlan, ScoredDrafts
+from .drafter import TreeShape
+from .step_cost import StepWork
+
+STEPS, ACCEPTANCE = "steps.jsonl", "acceptance.jsonl"
+
+
+class RecordingPolicy:
+    """In the place of `DraftBudget`; every request's drafts are verified whole.
+
+    Args:
+        folder: gets the two files; older records in it are continued.
+    """
+
+    def __init__(self, limits: BudgetLimits, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Line by line: engines are often ended without a word.
+        self._steps = (folder / STEPS).open("a", encoding="utf-8", buffering=1)
+        self._drafts = (folder / ACCEPTANCE).open("a", encoding="utf-8", buffering=1)
+        shapes: list[TreeShape | None] = [None, limits.chain, TreeShape.chain(1)]
+        shapes += [limits.tree] if limits.tree is not None else []
+        self._plans = [DraftPlan(shape) for shape in shapes]
+        self._step = 0
+
+    def plan(self, num_reqs: int, context: int) -> DraftPlan:
+        self._step += 1
+        return self._plans[self._step % len(self._plans)]
+
+    def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray:
+        place = np.arange(drafts.scores.shape[1])
+        return np.isfinite(drafts.scores) & (place < drafts.max_nodes[:, None])
+
+    def observe_step(self, work: StepWork, seconds: float) -> None:
+        self._steps.write(json.dumps({**asdict(work), "seconds": seconds}) + "\n")
+
+    def observe_verdict(
+        self,
+        req_id: str,
+        parents: Sequence[int],
+        scores: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        record = {
+            "parents": list(parents),
+            "scores": scores.round(4).tolist(),
+            "accepted": np.flatnonzero(accepted).tolist(),
+        }
+        self._drafts.write(json.dumps(record) + "\n")
+
+    def forget(self, req_id: str) -> None:
+        pass
+
+    def confidence_error(self) -> float:
+        return 0.0
