@@ -180,7 +180,7 @@ def _take_scheduler(vllm_config: VllmConfig) -> None:
 
 
 def _rewrite_options(vllm_config: VllmConfig, options: dict[str, Any]) -> None:
-    """Every process reads the options again; what has nothing to do with shapes stays."""
+    """Every process reads the options again; what is not about shapes stays."""
     given = read_options(vllm_config.additional_config)
     options = {"check_ranks": given.check_ranks, **options}
     vllm_config.additional_config = {**vllm_config.additional_config, KEY: options}

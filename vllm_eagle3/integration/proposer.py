@@ -132,7 +132,8 @@ class Eagle3Proposer(EagleProposer):
             slot_mappings,
         )
         self._levels.begin(0 if stock else self._most_levels(drafts, len(rows)))
-        if stock or drafts <= 1:
+        # A single draft needs no growth, but a budget needs its score.
+        if stock or drafts <= (1 if self.plan is None else 0):
             self._levels.finish()
             return first_drafts
         # The first pass may have run over refused drafts too; they do not count.
