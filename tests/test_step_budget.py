@@ -1,0 +1,72 @@
+"""What a policy is told of an engine's steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vllm_eagle3.budget import DraftPlan, ScoredDrafts
+from vllm_eagle3.drafter import TreeShape
+from vllm_eagle3.integration.step_budget import StepBudget
+from vllm_eagle3.step_cost import HeadWork, StepWork
+
+TREE = DraftPlan(TreeShape(8, 4, 3))
+
+
+class Listener:
+    """A policy that plans trees and remembers what it heard."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[StepWork, float]] = []
+        self.drafts: list[ScoredDrafts] = []
+
+    def plan(self, num_reqs: int, context: int) -> DraftPlan:
+        return TREE
+
+    def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray:
+        self.drafts.append(drafts)
+        return drafts.scores > np.log(0.3)
+
+    def observe_step(self, work: StepWork, seconds: float) -> None:
+        self.steps.append((work, seconds))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} is not for the step's budget")
+
+
+def test_decode_steps_are_timed_from_one_to_the_next() -> None:
+    policy, times = Listener(), iter([10.0, 10.5, 11.25])
+    budget = StepBudget(policy, lambda: next(times))
+    running = {"a", "b"}
+    budget.next_step(running.__contains__)
+    budget.plan(["a", "b"], rows=7, context=50, is_decode=True)
+    budget.head_did(HeadWork(1, 2, 15))
+    budget.next_step(running.__contains__)
+    assert policy.steps == [(StepWork(7, 50, 1, 2, 15), 0.5)]
+    # The next one prefills: its time says nothing of a decode step's.
+    budget.plan(["a", "c"], rows=90, context=50, is_decode=False)
+    budget.next_step(running.__contains__)
+    assert len(policy.steps) == 1
+
+
+def test_a_pause_between_batches_is_no_step() -> None:
+    policy, times = Listener(), iter([1.0, 900.0])
+    budget = StepBudget(policy, lambda: next(times))
+    budget.next_step(lambda req_id: True)
+    budget.plan(["a"], rows=1, context=50, is_decode=True)
+    budget.next_step(lambda req_id: False)
+    assert policy.steps == []
+
+
+def test_drafts_of_any_size_become_a_rectangle() -> None:
+    policy = Listener()
+    budget = StepBudget(policy)
+    budget.plan(["a", "b"], rows=2, context=50, is_decode=True)
+    scores = [np.log([0.6, 0.5, 0.2]).tolist(), np.log([0.1]).tolist()]
+    chosen = budget.choose(["a", "b"], [[-1, 0, 0], [-1]], scores, [3, 1], 50)
+    assert [nodes.tolist() for nodes in chosen] == [[0, 1], []]
+    (drafts,) = policy.drafts
+    assert drafts.depths.tolist() == [[1, 2, 2], [1, 0, 0]]
+    assert np.isneginf(drafts.scores[1, 1:]).all()
+    assert drafts.top_k == 4
