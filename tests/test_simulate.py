@@ -25,6 +25,7 @@ from vllm_eagle3.simulate import (
 from vllm_eagle3.simulate_command import SimulateOptions, run_simulate_command
 from vllm_eagle3.step_cost import StepWork
 
+ROOT = Path(__file__).parents[1]
 LIMITS = BudgetLimits(TreeShape.chain(5), TreeShape(8, 2, 4))
 # Rows are nearly free up to hundreds, as where memory is the bottleneck; and never.
 FREE_ROWS = CostCurve(
@@ -153,6 +154,13 @@ def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
     assert str(rows[0]["auto_speed_up"]) in console.export_text()
     with pytest.raises(ValueError, match="batch: got '1,x'"):
         run_simulate_command(SimulateOptions(tmp_path, batch="1,x"), console)
+
+
+def test_a_published_curve_gives_its_published_steps() -> None:
+    curve = read_curve(ROOT / "examples/curves/h100-llama-3.1-8b.yaml")
+    for length, published in ((2, 10.2), (4, 12.5), (7, 15.2)):
+        step = StepWork(1 + length, 200, 1, length - 1)
+        assert 1000 * curve.seconds(step) == pytest.approx(published, rel=0.05)
 
 
 @pytest.mark.parametrize(
