@@ -42,7 +42,7 @@ def results(
         command = ["eval", "--target", str(models("f1")), "--head", str(models("h1"))]
         command += ["--prompts", *map(str, files), "--draft-tokens", "3", "--json"]
         command += ["--max-tokens", str(MAX_TOKENS), "--dtype", "float32"]
-        command += ["--max-model-len", "512"]
+        command += ["--max-model-len", "512", "--check"]
         printed = io.StringIO()
         with redirect_stdout(printed), pytest.raises(SystemExit) as done:
             cli.main(command)
@@ -69,3 +69,7 @@ def test_some_drafts_are_accepted_and_some_refused(results: dict[str, Any]) -> N
         assert 1.5 < part["measured_acceptance_length"] < 3
         low, high = part["predicted_interval"]
         assert low <= part["predicted_acceptance_length"] <= high
+
+
+def test_trainers_head_and_the_engines_compute_the_same(results: dict) -> None:
+    assert results["check"] == {"rows": 4, "steps": 3, "first_difference": None}

@@ -271,6 +271,9 @@ def eval_command(
         str, typer.Option(help="bfloat16, float16, float32.")
     ] = "bfloat16",
     max_model_len: Annotated[int, typer.Option(help="Context of the engines.")] = 2048,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the trainer's head and vLLM's too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict a head's acceptance from plain texts; measure the same in the engine."""
@@ -286,8 +289,11 @@ def eval_command(
         max_tokens=max_tokens,
         dtype=dtype,
         max_model_len=max_model_len,
+        check=check,
     )
-    run_eval_command(options, _ENGINE, Console(stderr=as_json), as_json)
+    results = run_eval_command(options, _ENGINE, Console(stderr=as_json), as_json)
+    if check and results["check"]["first_difference"] is not None:
+        raise typer.Exit(1)
 
 
 @app.command()

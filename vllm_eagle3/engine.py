@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from vllm_eagle3.acceptance import DraftCounts
@@ -133,6 +134,23 @@ class Engine(Protocol):
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability in nats of each id but the first, given those before it."""
+        ...
+
+    def capture(self, prompts: Sequence[Sequence[int]], path: Path) -> None:
+        """Write what the head reads of each prompt to a safetensors file.
+
+        `N.taps` [tokens, num_taps * hidden] and `N.last` [tokens, hidden], the states
+        after the final norm, of the N-th prompt.
+        """
+        ...
+
+    def capture_draft(self, prompt: Sequence[int], path: Path) -> None:
+        """Draft once behind `prompt` and write all that the head's module computed.
+
+        `taps`, `last` as in `capture`; `head.fused` [tokens, hidden]; for step K and
+        the row that drafts, `head.K.token_ids` [1], `head.K.hidden`,
+        `head.K.feedback` [1, hidden] and `head.K.logits` [1, draft_vocab].
+        """
         ...
 
     def metrics(self) -> DraftCounts:

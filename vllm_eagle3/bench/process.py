@@ -111,6 +111,18 @@ class WorkerProcess:
         self._send({"op": "score", "prompts": [list(ids) for ids in prompts]})
         return self._receive()["scores"]
 
+    def capture_draft(self, prompt: Sequence[int], path: Path) -> None:
+        """`Engine.capture_draft`; raises WorkerError as `score` does."""
+        message = {"op": "capture_draft", "prompt": list(prompt), "path": str(path)}
+        self._send(message)
+        self._receive()
+
+    def capture(self, prompts: Sequence[Sequence[int]], path: Path) -> None:
+        """`Engine.capture`; raises WorkerError as `score` does."""
+        ids = [list(prompt) for prompt in prompts]
+        self._send({"op": "capture", "prompts": ids, "path": str(path)})
+        self._receive()
+
     def close(self) -> None:
         """End the process: politely, then with force."""
         self._close_stdin()

@@ -10,6 +10,8 @@ started with; everything else that prints (vLLM, compilers) is sent to standard 
         -> {"seconds": s, "generations": [...], "counts": {...},
             "step_times": {...}}
     {"op": "score", "prompts": [[id, ...], ...]} -> {"scores": [[nats, ...], ...]}
+    {"op": "capture", "prompts": [[id, ...], ...], "path": "..."}      -> {}
+    {"op": "capture_draft", "prompt": [id, ...], "path": "..."}        -> {}
     end of input                               -> the process ends
 
 A request that fails is answered with {"error": "..."} and the process goes on.
@@ -25,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TextIO
 
 from vllm_eagle3.engine import Engine, EngineMode, EngineSpec, Sampling
@@ -65,8 +68,15 @@ class _Session:
             return self._generate(self._engine, request)
         if request["op"] == "score" and self._engine is not None:
             return {"scores": self._engine.score(request["prompts"])}
+        if request["op"] == "capture" and self._engine is not None:
+            self._engine.capture(request["prompts"], Path(request["path"]))
+            return {}
+        if request["op"] == "capture_draft" and self._engine is not None:
+            self._engine.capture_draft(request["prompt"], Path(request["path"]))
+            return {}
         raise ValueError(
-            f"op: got {request['op']!r}, want 'start' first, then 'generate' or 'score'"
+            f"op: got {request['op']!r}, want 'start' first, then 'generate', "
+            "'score', 'capture' or 'capture_draft'"
         )
 
     def _generate(self, engine: Engine, request: Message) -> Message:

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import Progress as Bars
 
+from ..bench.launch import worker_environ
+from ..bench.methods import parse_method
 from ..bench.plan import BenchOptions, BenchPlan, make_plan
+from ..bench.process import WorkerProcess
 from ..engine import EngineMode, Sampling
+from .parity import first_difference
 from .predict import Predictor
 from .results import Judged, Record, make_results, results_table
 from .texts import Observed, observe
 from .walk import walk
 
+CHECKED_ROWS = 4
+
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """The options of `vllm-eagle3 eval`, as typed."""
+    """The options of `vllm-eagle3 eval`, as typed.
+
+    `check` first replays prompts through the trainer's head and the engine's.
+    """
 
     target: str
     head: str
@@ -32,6 +41,7 @@ class EvalOptions:
     max_tokens: int = 96
     dtype: str = "bfloat16"
     max_model_len: int = 2048
+    check: bool = False
 
 
 def run_eval_command(
@@ -59,6 +69,9 @@ def evaluate(options: EvalOptions, engine: str, console: Console) -> Record:
     """The results of `eval`; see `run_eval_command`."""
     with tempfile.TemporaryDirectory(prefix="vllm-eagle3-eval-") as folder:
         plans = {file: _plan(options, file, Path(folder)) for file in options.prompts}
+        check = {}
+        if options.check:
+            check["check"] = _check(options, plans, engine, Path(folder), console)
         with Bars(console=console) as bars:
             observed = _observe(options, plans, engine, Path(folder), bars)
             judged = _predict(options, plans, observed, bars)
@@ -72,8 +85,37 @@ def evaluate(options: EvalOptions, engine: str, console: Console) -> Record:
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,
             "dtype": options.dtype,
+            **check,
         },
     )
+
+
+def _check(
+    options: EvalOptions,
+    plans: dict[str, BenchPlan],
+    engine: str,
+    folder: Path,
+    console: Console,
+) -> Record:
+    """Compare the trainer's head with the engine's, both in float32."""
+    plan, steps = next(iter(plans.values())), options.draft_tokens
+    assert plan.head is not None
+    rows = [ids for p in plans.values() for ids in p.prompt_ids][:CHECKED_ROWS]
+    predictor = Predictor(plan.target, plan.head, torch.float32)
+    method = parse_method(f"ours:chain:{steps}")
+    spec = replace(plan.engine_spec(method), dtype="float32")
+    environ = worker_environ(method, spec.mode)
+    with WorkerProcess("check", engine, environ, folder / "check.log") as worker:
+        worker.request_start(spec)
+        worker.wait_started()
+        found = first_difference(predictor, worker, rows, steps, folder)
+    said = str(found) if found else "no tensor differs"
+    console.print(f"check, {len(rows)} rows, {steps} chained steps: {said}")
+    return {
+        "rows": len(rows),
+        "steps": steps,
+        "first_difference": None if found is None else asdict(found),
+    }
 
 
 def _plan(options: EvalOptions, file: str, folder: Path) -> BenchPlan:

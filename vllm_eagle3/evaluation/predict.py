@@ -8,16 +8,23 @@ every temperature.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from ..head_io import read_head
-from ..train.data import Row, collate
+from ..train.data import Batch, Row, collate
 from ..train.features import TargetFeatures
 from ..train.ttt import unroll
 from .texts import Text
+
+
+def prompt_batch(ids: Sequence[int], num_reply_tokens: int) -> Batch:
+    """One row whose last tokens are a reply."""
+    start = len(ids) - num_reply_tokens
+    return collate([Row("", tuple(ids), ((start, len(ids), 0.0),))])
 
 
 class Predictor:
@@ -40,8 +47,7 @@ class Predictor:
         Rows in the prompt are False.
         """
         ids = text.token_ids
-        row = Row("", ids, ((len(text.prompt), len(ids), 0.0),))
-        batch = collate([row])
+        batch = prompt_batch(ids, len(ids) - len(text.prompt))
         taps = self.target.read(batch).taps
         embeds = F.embedding(batch.ids, self.embedding)
         hits = torch.zeros(len(ids), num_drafts, dtype=torch.bool)

@@ -11,6 +11,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.reader import Counter, Metric, Vector
@@ -65,6 +66,36 @@ class VllmEngine:
             use_tqdm=False,
         )
         return [_prompt_scores(output) for output in outputs]
+
+    def capture(self, prompts: Sequence[Sequence[int]], path: Path) -> None:
+        outputs = self._record(prompts, path, with_head=False)
+        stored = load_file(path)
+        numbered = {
+            f"{number}.{name}": stored[f"{output.request_id}.{name}"]
+            for number, output in enumerate(outputs)
+            for name in ("taps", "last")
+        }
+        save_file(numbered, path)
+
+    def capture_draft(self, prompt: Sequence[int], path: Path) -> None:
+        (output,) = self._record([prompt], path, with_head=True)
+        prefix = f"{output.request_id}."
+        named = {n.removeprefix(prefix): t for n, t in load_file(path).items()}
+        save_file(named, path)
+
+    def _record(
+        self, prompts: Sequence[Sequence[int]], path: Path, with_head: bool
+    ) -> list[RequestOutput]:
+        if self.spec.head is None:
+            raise ValueError("capture: the engine has no head, whose taps are recorded")
+        self.llm.collective_rpc("start_capture", args=(with_head,))
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(ids)} for ids in prompts],
+            SamplingParams(temperature=0.0, max_tokens=1, detokenize=False),
+            use_tqdm=False,
+        )
+        self.llm.collective_rpc("write_captured", args=(str(path),))
+        return outputs
 
     def metrics(self) -> DraftCounts:
         return draft_counts(self.llm.get_metrics())

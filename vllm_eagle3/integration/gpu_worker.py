@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from vllm.v1.worker import gpu_worker
 
+from .capture import CapturingWorker
 from .model_runner import Eagle3GPUModelRunner
 
 
-class Eagle3GPUWorker(gpu_worker.Worker):
+class Eagle3GPUWorker(CapturingWorker, gpu_worker.Worker):
     def _make_model_runner(self) -> Eagle3GPUModelRunner:
         return Eagle3GPUModelRunner(self.vllm_config, self.device)
 

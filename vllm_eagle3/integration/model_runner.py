@@ -29,6 +29,7 @@ from ..config import read_options
 from ..step_cost import HeadWork
 from ..tree_runs import batch_trees, blocks_per_branch, num_branches
 from ..verify import Verdict
+from .capture import Capture
 from .head_backlog import HeadBacklog
 from .head_waits import head_may_wait
 from .proposer import Eagle3Proposer
@@ -67,6 +68,8 @@ class Eagle3Runner(GPUModelRunner):
         self.timer = StepTimer(self.device)
         # Nobody takes the times of steps whose drafts stay with the workers.
         self.timer.is_on = not self.use_async_scheduling
+        # Who records states (see `capture`), if anyone does.
+        self.capture: Capture | None = None
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
@@ -250,6 +253,14 @@ class Eagle3Runner(GPUModelRunner):
         common_attn_metadata: Any,
         *others: Any,
     ) -> Any:
+        if self.capture is not None and aux_hidden_states is not None:
+            num_reqs = self.input_batch.num_reqs
+            self.capture.add(
+                self.input_batch.req_ids,
+                self.query_start_loc.np[: num_reqs + 1],
+                hidden_states,
+                aux_hidden_states,
+            )
         if self.tree_attention is not None and self.tree_attention.batch is not None:
             aux_hidden_states = self._straighten(aux_hidden_states)
             self.tree_attention.leave()

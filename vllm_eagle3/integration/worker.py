@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from vllm.v1.worker import cpu_worker
 
+from .capture import CapturingWorker
 from .model_runner import Eagle3CPUModelRunner
 
 
-class Eagle3CPUWorker(cpu_worker.CPUWorker):
+class Eagle3CPUWorker(CapturingWorker, cpu_worker.CPUWorker):
     def init_device(self) -> None:
         # vLLM's method names the runner class through its module, and offers no other
         # way in; the name is put back as soon as the runner stands.
