@@ -27,7 +27,7 @@ from vllm_eagle3.bench.plan import BenchOptions
 from vllm_eagle3.bench.process import WorkerError
 from vllm_eagle3.bench.server import ServerOptions, run_server_command
 from vllm_eagle3.benchmark_prompts import BENCHMARKS, write_benchmark
-from vllm_eagle3.engine import EngineMode, Sampling
+from vllm_eagle3.engine import EngineMode, EngineSpec, Sampling, Streams
 from vllm_eagle3.head_io import convert_head
 from vllm_eagle3.head_layouts import LAYOUTS
 from vllm_eagle3.simulate_command import SimulateOptions, run_simulate_command
@@ -350,15 +350,25 @@ def data_regen(
     max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 384,
     kind: Annotated[str, typer.Option(help="Label kept with each row.")] = "chat",
     exclude: Annotated[list[str] | None, typer.Option(help=_EXCLUDE_HELP)] = None,
+    ray_engines: Annotated[
+        int, typer.Option(help="Engines on a Ray cluster; 0 is one without Ray.")
+    ] = 0,
 ) -> None:
     """Let the target answer prompts; its token ids are the training rows."""
-    from vllm_eagle3.integration.engine import VllmEngine
     from vllm_eagle3.train import command
+    from vllm_eagle3.train.ray_engines import RayEngines
+
+    def start(spec: EngineSpec) -> Streams:
+        if ray_engines:
+            return RayEngines(_ENGINE, spec, ray_engines)
+        from vllm_eagle3.integration.engine import VllmEngine
+
+        return VllmEngine(spec)
 
     temperatures = command.read_temperatures(temperature)
     samplings = [Sampling(t, max_tokens) for t in temperatures]
     command.run_data_regen(
-        VllmEngine, target, prompts, limit, samplings, kind, out, Console(), exclude
+        start, target, prompts, limit, samplings, kind, out, Console(), exclude
     )
 
 

@@ -113,14 +113,8 @@ class EngineSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class Engine(Protocol):
-    """A running engine; prompts and results are token ids of the target."""
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[Generation]:
-        """Continue all prompts as one batch; results in the order of the prompts."""
-        ...
+class Streams(Protocol):
+    """What answers a long list of requests: an engine, or several as one."""
 
     def stream(
         self, requests: Iterable[tuple[Sequence[int], Sampling]]
@@ -130,6 +124,16 @@ class Engine(Protocol):
         Requests are taken when a place is free, so the engine stays full to the end
         of a long list and nothing waits for the slowest of a batch.
         """
+        ...
+
+
+class Engine(Streams, Protocol):
+    """A running engine; prompts and results are token ids of the target."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[Generation]:
+        """Continue all prompts as one batch; results in the order of the prompts."""
         ...
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:

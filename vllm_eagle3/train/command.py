@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import embedded
-from ..engine import Engine, EngineSpec, Sampling
+from ..engine import EngineSpec, Sampling, Streams
 from ..prompts import first_turn_ids, read_prompt_files
 from .overlap import GRAM, Excluded, overlaps
 from .regen import Ask, write_prompts, write_replies
 
-StartEngine = Callable[[EngineSpec], Engine]
+StartEngine = Callable[[EngineSpec], Streams]
 
 # Many short rows at once: what keeps a small target's engine full.
 _MAX_NUM_SEQS = 64

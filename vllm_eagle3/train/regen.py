@@ -14,7 +14,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from ..engine import Engine, Generation, Sampling
+from ..engine import Generation, Sampling, Streams
 
 # Rows are flushed this often; what a kill can cost.
 _FLUSH_EVERY = 32
@@ -41,7 +41,7 @@ def opening_of_a_user_turn(tokenizer: Any) -> list[int]:
 
 
 def write_prompts(
-    engine: Engine,
+    engine: Streams,
     tokenizer: Any,
     count: int,
     out: Path,
@@ -81,7 +81,7 @@ class Ask:
 
 
 def write_replies(
-    engine: Engine, asks: Sequence[Ask], out: Path, progress: Progress
+    engine: Streams, asks: Sequence[Ask], out: Path, progress: Progress
 ) -> int:
     """Answer every prompt and append one row each to `out`; return the reply tokens.
 
