@@ -12,7 +12,7 @@ import pytest
 from tests.engine_run import EngineHandle
 from tests.greedy_workloads import MAX_MODEL_LEN, PlainRuns, workload
 from tests.near_ties import differing
-from tests.tree_engine import counter, judged_steps, run_counted
+from tests.tree_engine import JudgedStep, counter, judged_steps, run_counted, runner_of
 from vllm_eagle3.budget import DraftPlan
 from vllm_eagle3.drafter import TreeShape
 
@@ -105,3 +105,38 @@ def test_text_is_the_plain_run_s_under_the_real_budget(
     policy = policy_of(auto)
     assert policy.cost.is_known
     assert policy.acceptance.trials.sum() > 0
+
+
+def steps_after_waiting(handle: EngineHandle, waits: bool) -> list[JudgedStep]:
+    """Drafts of requests that begin with plain steps, of which some rows wait."""
+    runner, work = runner_of(handle), workload("f1", "long")
+    handle.llm.reset_prefix_cache()
+    runner._head_may_wait, allowed = waits, runner._head_may_wait
+    caught_up, catch_up = [], runner.drafter.catch_up
+
+    def counting(token_ids: Any, *others: Any) -> None:
+        caught_up.append(len(token_ids))
+        catch_up(token_ids, *others)
+
+    runner.drafter.catch_up = counting
+    plans = [OFF] * 45 + [CHAIN, TREE] * 4 + [OFF] * 6 + [TREE] * 20
+    try:
+        with forced(handle, in_turn(plans)), judged_steps(handle) as steps:
+            handle.run(work.prompts[:4], work.params()[:4])
+    finally:
+        runner._head_may_wait = allowed
+        del runner.drafter.catch_up
+    assert bool(caught_up) == waits
+    assert not waits or max(caught_up) > 32
+    return steps
+
+
+def test_a_head_that_waited_drafts_as_one_that_never_did(auto: EngineHandle) -> None:
+    always, later = (steps_after_waiting(auto, waits) for waits in (False, True))
+    assert len(later) > 30
+    assert sum(len(step.emitted) - 1 for step in later) > 0
+
+    def drafts(steps: list[JudgedStep]) -> list[tuple[Any, ...]]:
+        return [(s.num_before, s.token_ids, s.parents, s.emitted) for s in steps]
+
+    assert drafts(later) == drafts(always)

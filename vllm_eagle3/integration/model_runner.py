@@ -267,7 +267,7 @@ class Eagle3Runner(GPUModelRunner):
         plan = getattr(scheduler_output, "draft_plan", None)
         if plan is not None:
             self.drafter.follow(plan)
-            if self._head_can_wait(plan, sampled_token_ids, spec_decode_metadata):
+            if self._head_can_wait(plan, sampled_token_ids):
                 return self._leave_to_head_later(
                     sampled_token_ids, aux_hidden_states, common_attn_metadata
                 )
@@ -286,17 +286,11 @@ class Eagle3Runner(GPUModelRunner):
         self.ranks.compare("drafts", drafts, np.array(self.drafter.last_parents or []))
         return drafts
 
-    def _head_can_wait(
-        self,
-        plan: DraftPlan,
-        sampled_token_ids: torch.Tensor,
-        spec_decode_metadata: SpecDecodeMetadata | None,
-    ) -> bool:
+    def _head_can_wait(self, plan: DraftPlan, sampled_token_ids: torch.Tensor) -> bool:
         """Whether this step drafts nothing and has one new row for each request."""
         return (
             self._head_may_wait
             and plan.shape is None
-            and spec_decode_metadata is None
             and not self.backlog.is_full
             and self.query_start_loc.np[self.input_batch.num_reqs]
             == len(sampled_token_ids)
