@@ -15,9 +15,10 @@ import ast
 import json
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from email.parser import Parser
+from importlib import metadata
 from pathlib import Path
 
 from vllm_eagle3.integration import fingerprints
@@ -65,7 +66,7 @@ def differences(release: Release) -> list[str]:
     ]
 
 
-def newest(versions: Sequence[str] | dict) -> str:
+def newest(versions: Iterable[str]) -> str:
     """The highest of some releases."""
     return max(versions, key=fingerprints.release_key)
 
@@ -89,14 +90,18 @@ def describe(version: str) -> str:
 def table() -> str:
     """The releases as a table in Markdown, newest first."""
     run, looked_at = fingerprints.read_record(), read_record()
+    here = fingerprints.vllm_version()
     lines = ["| vLLM | torch | functions that differ | engines |", "|---|---|---|---|"]
     for version in sorted({*run, *looked_at}, key=fingerprints.release_key)[::-1]:
         if version in run:
-            lines.append(f"| {version} | 2.13 | none | run: chains and trees of ours |")
+            torch = _short(_torch_here()) if version == here else ""
+            lines.append(
+                f"| {version} | {torch} | none | run: chains and trees of ours |"
+            )
             continue
         release = looked_at[version]
         changed = len(differences(release))
-        torch = ".".join(release.torch.split(".")[:2])
+        torch = _short(release.torch)
         fate = "vLLM's own chain" if changed or release.missing else "as the newest run"
         lines.append(
             f"| {version} | {torch} | {changed} of {len(release.functions)} "
@@ -117,8 +122,9 @@ def look_at(version: str, work_dir: Path) -> Release:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(work_dir, [n for n in names if n.endswith(".py")])
-        metadata = next(n for n in names if n.endswith(".dist-info/METADATA"))
-        torch = _torch_of(archive.read(metadata).decode())
+        named = next(n for n in names if n.endswith(".dist-info/METADATA"))
+        required = Parser().parsestr(archive.read(named).decode())
+        torch = _torch_in(required.get_all("Requires-Dist"))
     root = work_dir / "vllm"
     return Release(
         package=package,
@@ -142,10 +148,24 @@ def _download(version: str, known: Release | None, work_dir: Path) -> tuple[Path
     raise ValueError("; ".join(problems))
 
 
-def _torch_of(metadata: str) -> str:
-    required = Parser().parsestr(metadata).get_all("Requires-Dist") or []
-    pins = (r.partition(";")[0] for r in required if r.startswith("torch=="))
+def _torch_here() -> str:
+    for package in PACKAGES:
+        try:
+            if pinned := _torch_in(metadata.requires(package)):
+                return pinned
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _torch_in(required: list[str] | None) -> str:
+    """The release of torch that a distribution pins."""
+    pins = (r.partition(";")[0] for r in required or [] if r.startswith("torch=="))
     return next((pin.removeprefix("torch==").strip() for pin in pins), "")
+
+
+def _short(release: str) -> str:
+    return ".".join(release.split(".")[:2])
 
 
 def missing_names(root: Path) -> Iterator[str]:
