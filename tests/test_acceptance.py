@@ -1,4 +1,5 @@
 import math
+import statistics
 
 import pytest
 from hypothesis import given
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from vllm_eagle3.acceptance import (
     DraftCounts,
     acceptance_length,
+    acceptance_length_error,
     conditional_acceptance,
     wilson_rate,
 )
@@ -22,6 +24,15 @@ def test_acceptance_length_counts_the_token_of_the_target_itself() -> None:
 
 def test_acceptance_length_is_unknown_where_nothing_was_drafted() -> None:
     assert acceptance_length(DraftCounts()) is None
+
+
+def test_error_of_the_acceptance_length_is_that_of_a_mean() -> None:
+    accepted = [0, 0, 1, 2, 2, 2, 3, 1, 0, 3]  # of ten drafts
+    reached = tuple(sum(a > depth for a in accepted) for depth in range(3))
+    counts = DraftCounts(10, 30, sum(accepted), reached)
+    error = statistics.pstdev(accepted) / 10**0.5
+    assert acceptance_length_error(counts) == pytest.approx(error)
+    assert acceptance_length_error(DraftCounts()) is None
 
 
 def test_conditional_acceptance_divides_by_drafts_that_got_that_far() -> None:

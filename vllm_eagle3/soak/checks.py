@@ -111,7 +111,7 @@ def memory_is_steady(rounds: Sequence[Round]) -> Check:
     )
     if not all(memory):
         return Check("memory", False, "the server was not read in a third")
-    second, last = map(statistics.median, memory)
+    second, last = (statistics.median(third) for third in memory)
     growth = last / second - 1
     found = f"{last / 2**20:.0f} MiB in the last third, {growth:+.2%} from the second"
     return Check("memory", growth <= MEMORY_GROWTH, found)
