@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -18,10 +18,11 @@ from .. import __version__
 from ..head_io import write_head
 from . import checkpoint
 from .config import TrainConfig
-from .data import Row, collate, fingerprint, make_batches
+from .data import Row, collate, fingerprint
 from .evaluate import PredictedAcceptance, predict_acceptance
 from .features import TargetFeatures
 from .run_log import RunLog, Window
+from .schedule import Schedule
 from .start import RunData, read_run_data, read_target_config, start_run
 from .step import StepOutput, TrainingStep
 
@@ -96,12 +97,7 @@ class Trainer:
         )
         module = TrainingStep(self.head, self.vocab, config)
         self.module, self.optimizer = self.accelerator.prepare(module, optimizer)
-        self.total_steps = sum(1 for _ in self._schedule())
-        if self.total_steps == 0:
-            raise ValueError(
-                f"accumulate: {self._batches_per_step} micro-batches a step are more "
-                "than the whole run has; lower it, or raise epochs"
-            )
+        self.schedule = Schedule(config, self.data.train, self._batches_per_step)
         self.step = 0
         self.best: Best | None = None
         self.log: RunLog | None = None
@@ -123,7 +119,7 @@ class Trainer:
                         self.begun.target, self.data.held_out[: self.config.parity_rows]
                     )
         window = Window()
-        for number, group in enumerate(self._schedule()):
+        for number, group in enumerate(self.schedule):
             if number < self.step:
                 continue
             with window.clock():
@@ -142,39 +138,17 @@ class Trainer:
         return self.best
 
     @property
+    def total_steps(self) -> int:
+        return self.schedule.num_steps
+
+    @property
     def _batches_per_step(self) -> int:
         return self.config.accumulate * self.accelerator.num_processes
-
-    def _schedule(self) -> Iterator[list[list[Row]]]:
-        """The micro-batches of each step of the whole run, the same after any resume.
-
-        The last ones are left out where they do not fill a step.
-        """
-        step: list[list[Row]] = []
-        for batch in self._batches():
-            step.append(batch)
-            if len(step) == self._batches_per_step:
-                yield step
-                step = []
-
-    def _batches(self) -> Iterator[list[Row]]:
-        config = self.config
-        whole, part = divmod(config.epochs, 1)
-        for epoch in range(int(whole) + (part > 0)):
-            batches = make_batches(
-                self.data.train, config.tokens_per_batch, config.seed + epoch
-            )
-            yield from batches if epoch < whole else batches[: int(part * len(batches))]
-
-    def _learning_rate(self) -> float:
-        done = self.step / self.total_steps
-        warm = min(1.0, (self.step + 1) / (self.config.warmup * self.total_steps + 1))
-        return self.config.learning_rate * warm * (1 - done)
 
     def _train_step(self, group: Sequence[Sequence[Row]]) -> list[StepOutput]:
         """One optimizer step; returns what this rank's micro-batches gave."""
         for parameters in self.optimizer.param_groups:
-            parameters["lr"] = self._learning_rate()
+            parameters["lr"] = self.schedule.learning_rate(self.step)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         outputs = []
         for rows in group[rank::world]:
@@ -198,12 +172,9 @@ class Trainer:
     ) -> None:
         if bool(torch.isfinite(value)):
             return
-        path = self._checkpoint_path
-        kept = (
-            f"the last good checkpoint is {path}"
-            if path.is_file()
-            else ("there is no checkpoint yet")
-        )
+        path, kept = self._checkpoint_path, "there is no checkpoint yet"
+        if path.is_file():
+            kept = f"the last good checkpoint is {path}"
         names = ", ".join(row.where or row.kind for row in rows)
         raise ValueError(
             f"{what} is {value.item()} at step {self.step}, in the batch of {names}; "
