@@ -15,9 +15,7 @@ import pytest
 import torch
 import yaml
 
-from tests.train_runs import config, values, weights, write_rows
-from vllm_eagle3.train.config import validate
-from vllm_eagle3.train.trainer import Trainer
+from tests.train_runs import values, write_rows
 
 Models = Callable[[str], Path]
 # In fp32, so that two orders of summation can be told from a fault.
@@ -37,16 +35,31 @@ def rows(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(models: Models, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run in one process, without a stop."""
-    out = tmp_path_factory.mktemp("alone")
-    trainer = Trainer(validate(settings(models, rows, out), "test"), lambda _: None)
-    trainer.train()
-    assert trainer.step >= 16
-    return out
+    folder = tmp_path_factory.mktemp("alone")
+    run = settings(models, rows, folder / "out")
+    finish(write_config(folder / "run.yaml", run))
+    assert checkpoint(folder / "out")["step"] >= 16
+    return folder / "out"
 
 
 def write_config(path: Path, run: dict) -> list[str]:
     path.write_text(yaml.safe_dump(run))
     return ["-m", "vllm_eagle3", "train", "-c", str(path)]
+
+
+def finish(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def checkpoint(out: Path) -> dict[str, Any]:
+    return torch.load(out / "checkpoint.pt", weights_only=True)
 
 
 def environment() -> dict[str, str]:
@@ -59,22 +72,14 @@ def test_two_ranks_learn_what_one_learns(
     run = settings(models, rows, tmp_path / "out") | {"accumulate": 1}
     command = write_config(tmp_path / "run.yaml", run)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, *command],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    facts = torch.load(tmp_path / "out/checkpoint.pt", weights_only=True)["facts"]
+    finish([*torchrun, *command])
+    facts = checkpoint(tmp_path / "out")["facts"]
     assert facts["processes"] == 2 and facts["batches_per_step"] == 2
-    start = Trainer(config(models, rows, tmp_path / "new"), lambda _: None).head
-    ours, theirs = weights(tmp_path / "out"), weights(alone)
+    ours, theirs = checkpoint(tmp_path / "out")["head"], checkpoint(alone)["head"]
     for name, weight in theirs.items():
         assert torch.allclose(ours[name], weight, atol=1e-5), name
-    moved = (start.state_dict()["fc.weight"] - theirs["fc.weight"]).abs().max()
-    assert moved > 1e-2  # a hundred times what may differ and more
+    # Weights start as the target's final norm, which is 1, and have moved much further.
+    assert (theirs["norm.weight"] - 1).abs().max() > 1e-2
 
 
 def test_killed_run_goes_on_to_the_very_same_weights(
@@ -89,15 +94,13 @@ def test_killed_run_goes_on_to_the_very_same_weights(
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    stopped = torch.load(out / "checkpoint.pt", weights_only=True)["step"]
+    stopped = checkpoint(out)["step"]
     # What a kill in the middle of writing leaves behind.
     (out / "checkpoint.partial").write_bytes(b"half")
-    second = Trainer(validate(run, "test"), lambda _: None)
-    assert 0 < stopped < second.total_steps
-    second.train()
-    whole = torch.load(alone / "checkpoint.pt", weights_only=True)
-    resumed = torch.load(out / "checkpoint.pt", weights_only=True)
-    assert resumed["step"] == whole["step"] and resumed["best"] == whole["best"]
+    finish(command)
+    whole, resumed = checkpoint(alone), checkpoint(out)
+    assert 0 < stopped < whole["step"] == resumed["step"]
+    assert resumed["best"] == whole["best"]
     for name, weight in whole["head"].items():
         assert torch.equal(resumed["head"][name], weight), name
     for key, moments in whole["optimizer"]["state"].items():
@@ -106,7 +109,7 @@ def test_killed_run_goes_on_to_the_very_same_weights(
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while not path.is_file():
         assert process.poll() is None, "the run ended before its first checkpoint"
         assert time.monotonic() < deadline

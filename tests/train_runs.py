@@ -57,9 +57,3 @@ def values(models: Models, rows: Path, out: Path, **changes: Any) -> dict[str, A
 
 def config(models: Models, rows: Path, out: Path, **changes: Any) -> TrainConfig:
     return validate(values(models, rows, out, **changes), "test")
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    """Weights of a run's checkpoint."""
-    state = torch.load(out / "checkpoint.pt", weights_only=True)
-    return state["head"]

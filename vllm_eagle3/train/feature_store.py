@@ -95,24 +95,27 @@ class StoredFeatures:
         return per_token * len(row.ids) + per_supervised * row.num_reply_tokens
 
     def _write(self, rows: Sequence[Row], readings: Readings) -> None:
+        """Store the rows that are not stored yet: each has one place."""
         tensors: dict[str, torch.Tensor] = {}
+        keys: dict[str, None] = {}  # an ordered set
         begin = 0
         for r, row in enumerate(rows):
             end = begin + row.num_reply_tokens
             key = row_key(row)
-            taps = readings.taps[r, : len(row.ids)]
-            tensors[f"{key}.taps"] = taps.clone()
-            tensors[f"{key}.last"] = readings.last[begin:end]
-            tensors[f"{key}.mass"] = readings.mass[begin:end]
-            tensors[f"{key}.best"] = readings.best[begin:end]
+            if key not in self._shard_of:
+                keys[key] = None
+                tensors[f"{key}.taps"] = readings.taps[r, : len(row.ids)].clone()
+                tensors[f"{key}.last"] = readings.last[begin:end]
+                tensors[f"{key}.mass"] = readings.mass[begin:end]
+                tensors[f"{key}.best"] = readings.best[begin:end]
             begin = end
         # Named by content: several ranks may write into one folder.
-        name = hashlib.sha256("".join(map(row_key, rows)).encode()).hexdigest()[:20]
+        name = hashlib.sha256("".join(keys).encode()).hexdigest()[:20]
         shard = self.directory / f"{name}.safetensors"
         partial = shard.with_suffix(f".{os.getpid()}.partial")
         save_file({name: t.contiguous() for name, t in tensors.items()}, partial)
         os.replace(partial, shard)
-        self._index(shard, {row_key(row) for row in rows})
+        self._index(shard, set(keys))
 
     def _index(self, shard: Path, keys: set[str]) -> None:
         self._seen.add(shard)

@@ -153,7 +153,10 @@ def _judge_chunk(
         p = at.law[row].to(wide)
         if rule.renormalise:
             p /= p.sum(-1, keepdim=True)
-        loss, hit, grad = _judge(some.to(wide) * rule.scale, p, truth, rule.eta)
+        z = some.to(wide, copy=True)
+        if rule.scale != 1.0:
+            z *= rule.scale
+        loss, hit, grad = _judge(z, p, truth, rule.eta)
         some.copy_(grad)
         losses.append(loss)
         hits.append(hit)
