@@ -247,8 +247,13 @@ def test_a_dead_server_fails() -> None:
 
 def test_thirds_are_whole_rounds() -> None:
     assert [len(third) for third in checks.thirds([ONE] * 8)] == [2, 2, 4]
-    with pytest.raises(ValueError, match="rounds: got 2, want at least 3"):
-        checks.thirds([ONE] * 2)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_too_few_rounds_are_said(number: int) -> None:
+    found = checks.check_all([ONE] * number, {}, is_alive=True)
+    failed = {check.name: check.found for check in found if not check.ok}
+    assert f"{number}, want at least 3" in failed["rounds"]
 
 
 def test_metrics_page_is_read() -> None:

@@ -72,6 +72,7 @@ def _before_any_command(
 _NAMES = ", ".join(embedded.NAMES)
 _TARGET_HELP = f"Target: a model directory, or {_NAMES}."
 _HEAD_HELP = f"Draft head: its directory, or {_NAMES}."
+_OURS_HELP = "What drafts: ours:auto, ours:chain:K or ours:tree:N[:TOP_K:DEPTH]."
 _METHODS_HELP = f"Comma-separated: {KNOWN_METHODS}."
 _RELIABILITY_HELP = "Judge the head's confidence too, on plain PyTorch."
 _SERVER_HELP = (
@@ -431,7 +432,7 @@ def soak(
     out: Annotated[Path, typer.Option(help="Folder for soak.json and logs.")],
     target: Annotated[str, typer.Option(help=_TARGET_HELP)] = embedded.NAMES[0],
     head: Annotated[str, typer.Option(help=_HEAD_HELP)] = embedded.NAMES[0],
-    method: Annotated[str, typer.Option(help=_METHODS_HELP)] = "ours:tree:8",
+    method: Annotated[str, typer.Option(help=_OURS_HELP)] = "ours:tree:8",
     requests: Annotated[int, typer.Option(help="Answers to judge.")] = 3000,
     concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 16,
     minutes: Annotated[float, typer.Option(help="Start no round after that.")] = 30.0,

@@ -20,6 +20,7 @@ import psutil
 
 from vllm_eagle3.bench.launch import worker_environ
 from vllm_eagle3.bench.methods import Method
+from vllm_eagle3.bench.process import WorkerError
 from vllm_eagle3.config import KEY
 from vllm_eagle3.engine import EngineMode
 
@@ -31,7 +32,7 @@ MAX_LORA_RANK = 8
 _LOG_TAIL_LINES = 20
 
 
-class ServerError(RuntimeError):
+class ServerError(WorkerError):
     """The server did not start; the message ends with the last lines of its log."""
 
 
