@@ -31,13 +31,14 @@ def llm_settings(
     head: str | None = None,
     *,
     num_speculative_tokens: int = 3,
-    draft_sample_method: str = "greedy",
+    draft_sample_method: str | None = "greedy",
     speculation: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Arguments of vllm.LLM for folders of a fixture target and head.
 
     Args:
+        draft_sample_method: None leaves the choice to the package.
         speculation: more keys of `speculative_config`.
     """
     arguments: dict[str, Any] = {
@@ -61,9 +62,10 @@ def llm_settings(
             "method": "eagle3",
             "model": head,
             "num_speculative_tokens": num_speculative_tokens,
-            "draft_sample_method": draft_sample_method,
             **(speculation or {}),
         }
+        if draft_sample_method is not None:
+            arguments["speculative_config"]["draft_sample_method"] = draft_sample_method
     return arguments
 
 

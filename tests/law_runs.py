@@ -22,11 +22,12 @@ def worst_excess(
             temperature=law.temperature,
             top_k=law.top_k,
             top_p=law.top_p,
+            seed=sample if law.seeded else None,
             max_tokens=PLACES,
             ignore_eos=True,
             detokenize=False,
         )
-        for _ in range(samples)
+        for sample in range(samples)
         for law in laws
     ]
     result = engine.run([[9, START]] * len(params), params)

@@ -24,6 +24,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     allowed: tuple[int, ...] = ()  # ids; empty for all
+    seeded: bool = False
 
 
 MIXED = (
@@ -34,6 +35,7 @@ MIXED = (
     Sampling(1.0, top_p=0.6),
     Sampling(1.5, top_k=20, top_p=0.8),
     Sampling(0.0),
+    Sampling(1.0, seeded=True),
 )
 
 

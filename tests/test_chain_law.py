@@ -69,7 +69,7 @@ def test_seeded_requests_repeat_whoever_shares_the_batch(engine):
             detokenize=False,
         )
 
-    handle = engine("f2", "h2", draft_sample_method="greedy", **SETTINGS)
+    handle = engine("f2", "h2", draft_sample_method=None, **SETTINGS)
     alone = handle.run([[9, START]], params(42))
     again = handle.run([[9, START]], params(42))
     others = [params(seed) for seed in (None, 1, 2, None)] + [params(None, 0.0)] * 3
@@ -79,6 +79,29 @@ def test_seeded_requests_repeat_whoever_shares_the_batch(engine):
     assert alone.accepted > 0
     assert again.token_ids == alone.token_ids
     assert shared.token_ids[-1] == alone.token_ids[0]
+
+
+def test_an_exact_head_has_its_sampled_drafts_accepted(engine):
+    """By default; a seed asks for the head's best tokens, of which fewer are right."""
+    from vllm import SamplingParams
+
+    handle = engine("f2", "h2", draft_sample_method=None, **SETTINGS)
+    rates = {}
+    for seeded in (False, True):
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                seed=n if seeded else None,
+                max_tokens=24,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for n in range(64)
+        ]
+        run = handle.run([[9, START]] * 64, params)
+        rates[seeded] = run.accepted / run.drafted
+    assert rates[False] > 0.99
+    assert 0.2 < rates[True] < 0.8
 
 
 def test_seed_and_chunked_prompt_give_the_text_of_the_whole_prompt(engine):

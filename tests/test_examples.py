@@ -33,3 +33,26 @@ def test_offline_example_drafts_and_accepts(
     # The exact head is right on every draft: 5 in a chain, 2 in so bushy a tree.
     assert line.startswith("acceptance length")
     assert float(line.split()[2]) > 2.5
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_step_cost_has_a_line_for_every_size(models: Callable[[str], Path]) -> None:
+    command = [sys.executable, "examples/step_cost.py", "--eager", "--steps", "3"]
+    command += ["--target", str(models("f2")), "--head", str(models("h2"))]
+    done = subprocess.run(
+        [*command, "--rows", "1,5,9", "--contexts", "40,80"],
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = lines[lines.index(next(n for n in lines if n[:1] == ["context"])) + 1 :]
+    sizes = [(int(line[0]), int(line[1])) for line in lines]
+    assert sizes == [(c, r) for c in (40, 80) for r in (1, 5, 9)]
+    for line in lines:
+        *parts, step = map(float, line[2:])
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(step, abs=0.1)

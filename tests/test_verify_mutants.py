@@ -47,36 +47,40 @@ REJECTION_EDITS = (
     Edit("siblings as if drawn with replacement", "_without(q, token), q)", "q, q)"),
     Edit("residual not updated", "_residual(p, q), p)", "p, p)"),
     Edit("residual not renormalised", "above / mass", "above"),
-    Edit("recovered token from p", "p_left, left)", "_row_after(p, here), left)"),
+    Edit("recovered token from p", "left[~goes_on]", "p[~goes_on]"),
     Edit(
         "wrong row: the node before",
         "(node + 1).clamp(max=law.shape[1] - 1)",
         "node.clamp(min=0)",
     ),
     Edit("wrong row: q of the root", "_row_after(q, here)", "q[:, 0]"),
-    Edit("wrong row: p of the root", "_row_after(p, here), q_here", "p[:, 0], q_here"),
+    Edit("wrong row: p of the root", "_row_after(p, here)", "p[:, 0]"),
     Edit(
         "wrong ancestor: children of the first node",
-        "tree.parents == here[:, None]",
-        "tree.parents == here[:, None].clamp(max=0)",
+        "parents == here[:, None]",
+        "parents == here[:, None].clamp(max=0)",
     ),
     Edit(
         "wrong ancestor: any node of that depth",
-        "tree.parents == here[:, None]",
-        "tree.depths == len(accepted) + 1",
+        "parents == here[:, None]",
+        "tree.depths == 1 + torch.where(here < 0, 0, tree.depths[0, here])[:, None]",
     ),
     Edit(
         "bonus from the wrong node: the root",
-        "_draw(left, noise",
-        "_draw(p[:, 0], noise",
+        "_row_after(p, here)",
+        "_row_after(p, torch.where((parents == here[:, None]).any(1), here, -1))",
     ),
     Edit(
         "bonus from the wrong node: the last",
-        "_draw(left, noise",
-        "_draw(p[:, -1], noise",
+        "_row_after(p, here)",
+        "_row_after(p, here + (width - 1 - here) * (parents != here[:, None]).all(1))",
     ),
     Edit("p of the neighbour", "return law[reqs, (", "return law[reqs - 1, ("),
-    Edit("nodes that were cut are judged", "siblings = in_use & (", "siblings = ("),
+    Edit(
+        "nodes that were cut are judged",
+        "without_padding(tree.parents, num_nodes)",
+        "tree.parents",
+    ),
     Edit(
         "one coin for all siblings",
         "accept_noise[reqs, child]",
@@ -191,7 +195,7 @@ MATCH_EDITS = (
         "target_tokens[reqs, here + 1]",
         "target_tokens[reqs, here.clamp(min=0)]",
     ),
-    Edit("wrong ancestor: any node", "(parents == here[:, None]) & ", ""),
+    Edit("wrong ancestor: any node", "parents == here[:, None]", "parents > NOWHERE"),
     Edit(
         "bonus from the wrong node: not the last",
         "target_tokens[reqs, here + 1]",
@@ -199,8 +203,8 @@ MATCH_EDITS = (
     ),
     Edit(
         "a draft is emitted where none matched",
-        "torch.where(alive, token, PADDING)",
-        "torch.where(alive, token_ids[:, 0], PADDING)",
+        "return token, matching_child(",
+        "return token_ids[:, 0], matching_child(",
     ),
 )
 

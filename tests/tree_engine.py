@@ -65,6 +65,26 @@ def counted_commits(handle: EngineHandle) -> Iterator[Commits]:
         attention.commit = commit
 
 
+@contextmanager
+def counted_draws(handle: EngineHandle) -> Iterator[list[str]]:
+    """The requests, step by step, that are judged by the law of sampled drafts."""
+    runner, judged = runner_of(handle), []
+    take = runner._take_drawn
+
+    def recording(drafts: Any) -> Any:
+        drawn = take(drafts)
+        if drawn is not None:
+            assert bool(drawn.came_back.all())
+            judged.extend(runner.input_batch.req_ids[r] for r in drawn.requests)
+        return drawn
+
+    runner._take_drawn = recording
+    try:
+        yield judged
+    finally:
+        runner._take_drawn = take
+
+
 @dataclass
 class JudgedStep:
     """One request in one step: its drafts, their parents, and what was emitted.

@@ -26,6 +26,8 @@ AUTO_CHAIN_WITHOUT_BUDGET = 3
 # brings, so a fallback never drafts more.
 MAX_FALLBACK_CHAIN = 5
 DEFAULT_DEPTH = 6
+# From this temperature on sampled drafts are accepted more often than ranked ones.
+SAMPLED_FROM_TEMPERATURE = 0.6
 
 
 class Eagle3Options(BaseModel):

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .tree import ROOT, DraftTree
-from .verify import PADDING, Verdict
+from .tree import DraftTree
+from .verify import PADDING, Verdict, walk, without_padding
 
 
 @dataclass(frozen=True)
@@ -57,25 +57,40 @@ def reject_tree(
         to_target_ids: None when draft and target ids are equal.
     """
     num_reqs, width = tree.token_ids.shape
-    device = tree.token_ids.device
-    in_use = torch.arange(width, device=device) < num_nodes[:, None]
-    here = torch.full((num_reqs,), ROOT, device=device)
-    alive = torch.ones(num_reqs, dtype=torch.bool, device=device)
-    left, accepted = p[:, 0], []
-    for _ in range(width + 1):
-        q_here = _in_target_ids(_row_after(q, here), to_target_ids, p.shape[-1])
-        siblings = in_use & (tree.parents == here[:, None])
-        child, p_left = _judge_siblings(
-            tree.token_ids, siblings, _row_after(p, here), q_here, noise.accept
+    parents = without_padding(tree.parents, num_nodes)
+
+    def say(
+        here: torch.Tensor, alive: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return judge_children(
+            tree.token_ids,
+            parents == here[:, None],
+            _row_after(p, here),
+            in_target_ids(_row_after(q, here), to_target_ids, p.shape[-1]),
+            noise,
         )
-        left = torch.where(alive[:, None], p_left, left)
-        alive = alive & (child >= 0)
-        if not bool(alive.any()):
-            break
-        here = torch.where(alive, child, here)
-        accepted.append(torch.where(alive, here, PADDING))
-    nodes = torch.stack(accepted, 1) if accepted else here.new_empty(num_reqs, 0)
-    return _verdict(tree.token_ids, nodes, _draw(left, noise.final))
+
+    return walk(say, num_reqs, width, tree.token_ids.device)
+
+
+def judge_children(
+    token_ids: torch.Tensor,  # [num_reqs, num_nodes]
+    siblings: torch.Tensor,  # [num_reqs, num_nodes] bool, children of one node
+    p: torch.Tensor,  # [num_reqs, vocab], the target's law there
+    q: torch.Tensor,  # [num_reqs, vocab], the law the children were drawn from
+    noise: VerifyNoise,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the target says at one node of each tree, and the child that drafted it.
+
+    Returns:
+        (token, child), both [num_reqs]: an accepted child and its token, or -1 and a
+        recovered token; without children that is a bonus token.
+    """
+    child, left = _judge_siblings(token_ids, siblings, p, q, noise.accept)
+    goes_on, token = child >= 0, torch.empty_like(child)
+    token[goes_on] = token_ids[goes_on, child[goes_on]]
+    token[~goes_on] = _draw(left[~goes_on], noise.final[~goes_on])
+    return token, child
 
 
 def _judge_siblings(
@@ -113,11 +128,12 @@ def _row_after(law: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
     return law[reqs, (node + 1).clamp(max=law.shape[1] - 1)]
 
 
-def _in_target_ids(
+def in_target_ids(
     q: torch.Tensor,  # [num_reqs, draft_vocab]
-    to_target_ids: torch.Tensor | None,
+    to_target_ids: torch.Tensor | None,  # draft id -> target id, [draft_vocab]
     vocab: int,
 ) -> torch.Tensor:
+    """The same law over the target's vocabulary, [num_reqs, vocab]."""
     if to_target_ids is None:
         return q
     return q.new_zeros(len(q), vocab).index_copy_(1, to_target_ids, q)
@@ -151,15 +167,3 @@ def _draw(
     # p > 0, because parallel sums need not be monotone, and for a uniform of 1.
     found = (reached > place) & (p > 0)
     return torch.where(found.any(-1), found.int().argmax(-1), p.argmax(-1))
-
-
-def _verdict(
-    token_ids: torch.Tensor,  # [num_reqs, num_nodes]
-    nodes: torch.Tensor,  # [num_reqs, accepted], padded with -1
-    last: torch.Tensor,  # [num_reqs], recovered or bonus token
-) -> Verdict:
-    is_accepted = nodes >= 0
-    tokens = torch.where(is_accepted, token_ids.gather(1, nodes.clamp(min=0)), PADDING)
-    emitted = torch.cat([tokens, torch.full_like(last, PADDING)[:, None]], 1)
-    emitted.scatter_(1, is_accepted.sum(1, keepdim=True), last[:, None])
-    return Verdict(emitted, nodes)

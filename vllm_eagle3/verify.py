@@ -8,11 +8,15 @@ drafted. The last token is the bonus token at a leaf, a recovered token elsewher
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from .tree import ROOT
+
 PADDING = -1
+NOWHERE = -2  # parent of padding nodes: no walk comes by
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,58 @@ class Verdict:
         return (self.nodes >= 0).sum(1)
 
 
+# say(here, alive) -> (token, child)
+#   here: [num_reqs], the node that each walk has come to, or ROOT
+#   alive: [num_reqs] bool, walks that have not ended; the others are ignored
+#   token: [num_reqs], what the target says there
+#   child: [num_reqs], the child of `here` that drafted this token, or -1
+Say = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def walk(
+    say: Say,
+    num_reqs: int,
+    deepest: int,
+    device: torch.device,
+) -> Verdict:
+    """Go down every request's tree along what the target says.
+
+    Args:
+        deepest: nodes on the longest path.
+    """
+    here = torch.full((num_reqs,), ROOT, device=device)
+    alive = torch.ones(num_reqs, dtype=torch.bool, device=device)
+    emitted, accepted = [], []
+    for _ in range(deepest + 1):
+        token, child = say(here, alive)
+        emitted.append(torch.where(alive, token, PADDING))
+        alive = alive & (child >= 0)
+        if not bool(alive.any()):
+            break
+        here = torch.where(alive, child, here)
+        accepted.append(torch.where(alive, here, PADDING))
+    nodes = torch.stack(accepted, 1) if accepted else here.new_empty(num_reqs, 0)
+    return Verdict(torch.stack(emitted, 1), nodes)
+
+
+def without_padding(parents: torch.Tensor, num_nodes: torch.Tensor) -> torch.Tensor:
+    """Parents [num_reqs, num_nodes] with padding nodes taken out of the tree."""
+    in_use = torch.arange(parents.shape[1], device=parents.device) < num_nodes[:, None]
+    return torch.where(in_use, parents, NOWHERE)
+
+
+def matching_child(
+    token_ids: torch.Tensor,  # [num_reqs, num_nodes]
+    siblings: torch.Tensor,  # [num_reqs, num_nodes] bool, children of one node
+    token: torch.Tensor,  # [num_reqs]
+) -> torch.Tensor:
+    """The child that drafted `token`, or -1."""
+    matches = siblings & (token_ids == token[:, None])
+    # Siblings are distinct, so the sum has one term at most.
+    number = torch.arange(1, matches.shape[1] + 1, device=token.device)
+    return (matches * number).sum(1) - 1
+
+
 def match_tree(
     token_ids: torch.Tensor,  # [num_reqs, num_nodes]
     parents: torch.Tensor,  # [num_reqs, num_nodes], -1 for the root
@@ -52,18 +108,12 @@ def match_tree(
     """
     num_reqs, width = token_ids.shape
     reqs = torch.arange(num_reqs, device=token_ids.device)
-    in_use = torch.arange(width, device=token_ids.device) < num_nodes[:, None]
-    here = torch.full((num_reqs,), -1, device=token_ids.device)
-    alive = torch.ones(num_reqs, dtype=torch.bool, device=token_ids.device)
-    emitted, accepted = [], []
-    for _ in range(width + 1):
+    parents = without_padding(parents, num_nodes)
+
+    def say(
+        here: torch.Tensor, alive: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         token = target_tokens[reqs, here + 1]
-        emitted.append(torch.where(alive, token, PADDING))
-        child = in_use & (parents == here[:, None]) & (token_ids == token[:, None])
-        alive = alive & child.any(1)
-        if not bool(alive.any()):
-            break
-        here = torch.where(alive, child.int().argmax(1), here)
-        accepted.append(torch.where(alive, here, PADDING))
-    nodes = torch.stack(accepted, 1) if accepted else token_ids.new_empty(num_reqs, 0)
-    return Verdict(torch.stack(emitted, 1), nodes)
+        return token, matching_child(token_ids, parents == here[:, None], token)
+
+    return walk(say, num_reqs, width, token_ids.device)

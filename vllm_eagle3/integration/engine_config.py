@@ -25,7 +25,7 @@ from ..config import (
     read_options,
 )
 from ..drafter import TreeShape
-from . import head_fit, lifted, metrics, request_options
+from . import draft_sampling, head_fit, lifted, metrics, request_options
 from .tree_support import why_no_trees
 
 logger = logging.getLogger("vllm.vllm_eagle3")
@@ -80,6 +80,7 @@ def install(unsupported: str) -> None:
     platform.check_and_update_config = classmethod(check_and_update_config)
     VllmConfig._get_v2_model_runner_unsupported_features = unsupported_features
     head_fit.install()
+    draft_sampling.install()
     request_options.install()
     metrics.install()
 
@@ -113,9 +114,13 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
     scheduler = vllm_config.scheduler_config.scheduler_cls
     request_options.mark(spec, scheduler == SCHEDULER)
     _keep_head_asleep(vllm_config.model_config)
-    has_trees = shape is not None and shape.top_k > 1
-    # Sampled drafts of a chain are judged by vLLM's rejection sampler.
-    lifted.mark(spec, has_trees or spec.draft_sample_method == "greedy")
+    lifted.mark(spec)
+    chosen = draft_sampling.method_given(spec)
+    if options.shape == "auto" and chosen == "probabilistic":
+        _warn_once(
+            'draft_sample_method: got "probabilistic" with shape "auto", which takes '
+            'greedy drafts; sampled ones need "shape": "tree" or "chain"'
+        )
     worker = vllm_config.parallel_config.worker_cls
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
     logger.info(

@@ -14,4 +14,4 @@ class Eagle3GPUWorker(CapturingWorker, gpu_worker.Worker):
 
     def determine_available_memory(self) -> int:
         """What trees need as scratch is not the block manager's to give."""
-        return super().determine_available_memory() - self.model_runner.scratch_bytes()
+        return self.model_runner.without_scratch(super().determine_available_memory())

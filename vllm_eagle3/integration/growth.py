@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from ..drafter import HeadOutput
-from .run_attention import copy_blocks
+from .block_copies import BlockCopies
 
 
 class HeadRunner(Protocol):
@@ -120,7 +120,7 @@ class TreeGrowth:
         scratch: np.ndarray,
     ) -> None:
         self.proposer = proposer
-        self.layers = layers
+        self.blocks = BlockCopies([layer.kv_cache for layer in layers])
         self.block_size = block_size
         half = len(scratch) // 2
         ids = torch.from_numpy(scratch).to(proposer.device)
@@ -186,10 +186,10 @@ class TreeGrowth:
         if level == 1:
             columns = self.first_block[:, None].long()
             source = self.table.gather(1, columns).long().expand(num_reqs, rows)
-            copy_blocks(self.layers, source.flatten(), own[..., 0].flatten())
+            self.blocks.copy(source.flatten(), own[..., 0].flatten())
         else:
             reqs = torch.arange(num_reqs, device=lineage.device)[:, None]
             parents = self.last_level[reqs, lineage[..., -2]]
-            copy_blocks(self.layers, parents.flatten(), own.flatten())
+            self.blocks.copy(parents.flatten(), own.flatten())
         self.last_level = own
         return own

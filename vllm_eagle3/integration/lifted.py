@@ -20,12 +20,12 @@ from typing import Any
 _FIELD = "verifies_by_sampling"
 
 
-def mark(spec: Any, verifies_by_sampling: bool) -> None:
-    """Say of an engine's SpeculativeConfig how its drafts are judged.
+def mark(spec: Any) -> None:
+    """Say of an engine's SpeculativeConfig that its drafts are judged by our verifier.
 
     The mark is pickled with the configuration, to the processes that read it.
     """
-    setattr(spec, _FIELD, verifies_by_sampling)
+    setattr(spec, _FIELD, True)
 
 
 def always() -> bool:

@@ -30,21 +30,19 @@ from ..step_cost import HeadWork
 from ..tree_runs import batch_trees, blocks_per_branch, num_branches
 from ..verify import Verdict
 from .capture import Capture
+from .draft_sampling import random_stream
+from .drafts import Drafts, read_drafts
+from .drawn_drafts import DrawnBatch, drawn_batch
 from .head_backlog import HeadBacklog
 from .head_waits import head_may_wait
 from .proposer import Eagle3Proposer
 from .ranks import ranks_of_target
 from .run_attention import RunAttention
-from .sampler import (
-    as_output,
-    match_by_argmax,
-    match_by_sampling,
-    read_drafts,
-    takes_plain_argmax,
-)
+from .sampler import SampledWalk, as_output, match_by_argmax, takes_plain_argmax
 from .scheduler import TreeDraftTokenIds
-from .scratch import add_blocks, scratch_blocks, scratch_branches
+from .scratch import add_blocks, require_room, scratch_blocks, scratch_branches
 from .step_timer import StepTimer
+from .target_law import TargetLaw
 
 logger = logging.getLogger("vllm.vllm_eagle3")
 
@@ -63,6 +61,10 @@ class Eagle3Runner(GPUModelRunner):
         # request -> parents of its drafts in this step
         self.trees: dict[int, np.ndarray] = {}
         self._verdict: Verdict | None = None
+        self._target_law = TargetLaw(self.sampler)
+        self._verify_noise = random_stream(
+            self.model_config.seed, "verification", self.device
+        )
         self.backlog = HeadBacklog(self.drafter)
         self._head_may_wait = head_may_wait(self.vllm_config)
         self.timer = StepTimer(self.device)
@@ -85,12 +87,19 @@ class Eagle3Runner(GPUModelRunner):
             kv_cache_config = add_blocks(kv_cache_config, self._num_scratch_blocks())
         return super().initialize_kv_cache_tensors(kv_cache_config, *args, **kwargs)
 
-    def scratch_bytes(self) -> int:
-        """Memory that trees need on top of the KV cache."""
+    def without_scratch(self, available: int) -> int:
+        """Bytes that are left for the KV cache when trees have their scratch blocks.
+
+        Raises:
+            ValueError: too few for the cache of one request.
+        """
         if self.tree_shape is None:
-            return 0
-        specs = self.get_kv_cache_spec().values()
-        return self._num_scratch_blocks() * sum(s.page_size_bytes for s in specs)
+            return available
+        specs = list(self.get_kv_cache_spec().values())
+        scratch = self._num_scratch_blocks() * sum(s.page_size_bytes for s in specs)
+        longest = sum(s.max_memory_usage_bytes(self.vllm_config) for s in specs)
+        require_room(available, scratch, longest)
+        return available - scratch
 
     def _num_scratch_blocks(self) -> int:
         assert self.tree_shape is not None
@@ -182,11 +191,10 @@ class Eagle3Runner(GPUModelRunner):
         spec_decode_metadata: SpecDecodeMetadata | None,
     ) -> SamplerOutput:
         self._verdict = None
-        walks = spec_decode_metadata is None or not self._judges_by_ratio()
         if (thinking := self.input_batch.thinking_budget_state_holder) is not None:
             # The walk samples one row a request, as without speculation.
-            thinking.in_spec_mode = not walks
-        if logits is None or spec_decode_metadata is None or not walks:
+            thinking.in_spec_mode = False
+        if logits is None or spec_decode_metadata is None:
             output = super()._sample(logits, spec_decode_metadata)
             return self.ranks.settle_tokens(output)
         self.input_batch.update_async_output_token_ids()
@@ -198,16 +206,23 @@ class Eagle3Runner(GPUModelRunner):
         if takes_plain_argmax(sampling):
             verdict = match_by_argmax(logits, drafts)
         else:
-            verdict, logprobs = match_by_sampling(
+            verdict, logprobs = SampledWalk(
                 logits,
                 drafts,
                 self.sampler,
                 sampling,
-                self.input_batch.req_output_token_ids,
-            )
+                self._target_law,
+                self._take_drawn(drafts),
+            ).verdict(self.input_batch.req_output_token_ids)
         self._verdict = self.ranks.settle(verdict, drafts.token_ids.shape[1])
         # Log-probabilities belong to the leader's own walk.
         return as_output(self._verdict, logprobs if self.ranks.leads else None)
+
+    def _take_drawn(self, drafts: Drafts) -> DrawnBatch | None:
+        """The laws of the sampled drafts of this step."""
+        kept = [self.drafter.drawn.pop(r, None) for r in self.input_batch.req_ids]
+        to_target_ids = self.drafter.to_target_ids
+        return drawn_batch(drafts, kept, to_target_ids, self._verify_noise)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)
@@ -217,10 +232,6 @@ class Eagle3Runner(GPUModelRunner):
             "accepted. Train the head further for the new weights (warm_start) and "
             "start the engine with it."
         )
-
-    def _judges_by_ratio(self) -> bool:
-        """Drafts that were sampled are vLLM's own chains, with their probabilities."""
-        return self._draft_probs is not None
 
     def _commit(self, verdict: Verdict) -> None:
         attention = self.tree_attention

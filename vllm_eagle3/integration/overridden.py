@@ -10,6 +10,7 @@ CONFIG = (
     "vllm.sampling_params:SamplingParams.verify",
     "vllm.config.speculative:SpeculativeConfig.__post_init__",
     "vllm.config.speculative:SpeculativeConfig.compose_draft_hf_overrides",
+    "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
 )
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -37,6 +38,8 @@ RUNNER = (
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
     "vllm.v1.worker.utils:allocate_kv_cache",
+    "vllm.v1.sample.sampler:Sampler.sample",
+    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",
 )
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -70,7 +73,6 @@ PROPOSER = (
     f"{_PROPOSER}.build_per_group_and_layer_attn_metadata",
     f"{_PROPOSER}._determine_batch_execution_and_padding",
     f"{_PROPOSER}._get_slot_mapping",
-    f"{_PROPOSER}._greedy_sample",
     f"{_PROPOSER}._sample_draft_tokens",
     f"{_PROPOSER}.dummy_run",
     "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.forward",

@@ -9,7 +9,7 @@ the attention metadata of a level is derived from the first pass's.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,57 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from ..argmax import argmax
 from ..budget import DraftPlan
 from ..config import read_options
-from ..drafter import HeadOutput, IsEnough, TreeShape, grow
+from ..drafter import Advance, HeadOutput, IsEnough, TreeShape, grow
+from ..sampled_drafter import (
+    SampledTree,
+    exponential_noise,
+    grow_sampled,
+    sampled_shape,
+)
 from ..step_cost import HeadWork
 from ..tree import DraftTree
 from ..tree_runs import depth_first
 from .coupled import levels_of
+from .draft_sampling import DraftSampling, method_given, random_stream
+from .drawn_drafts import DrawnDrafts
 from .growth import ChainGrowth, TreeGrowth
 from .head_loading import identity_maps_left_out
 from .head_sharding import is_whole, whole_layers
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where drafts begin: each request's last confirmed token.
+
+    Attributes:
+        output: of the head there, one row each.
+        positions: [num_reqs].
+        seq_lens: [num_reqs], with that token.
+        metadata: of attention; its block table has a row for each request.
+        requests: [num_reqs] -> row of the batch.
+    """
+
+    output: HeadOutput
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
+    metadata: CommonAttentionMetadata
+    requests: list[int]
+
+    def part(self, rows: list[int]) -> Roots:
+        """Those of some of the requests."""
+        if rows == self.requests:
+            return self
+        at = torch.tensor(rows, device=self.positions.device)
+        table = self.metadata.block_table_tensor
+        return Roots(
+            HeadOutput(self.output.features[at], self.output.logits[at]),
+            self.positions[at],
+            self.seq_lens[at],
+            replace(self.metadata, block_table_tensor=table[at]),
+            rows,
+        )
 
 
 class Eagle3Proposer(EagleProposer):
@@ -40,13 +80,13 @@ class Eagle3Proposer(EagleProposer):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any) -> None:
         super().__init__(vllm_config, device, runner)
+        self.runner = runner
         self.drafts = read_options(vllm_config.additional_config).shape != "off"
         # What the head said last: (normed hidden, fed-back feature), [tokens, hidden].
         self._output: tuple[torch.Tensor, torch.Tensor] | None = None
         self._first_logits: torch.Tensor | None = None
         self._to_target_ids: torch.Tensor | None = None
         self._tree_shape: TreeShape | None = None  # of this step
-        self._has_trees = False
         self._levels = levels_of(vllm_config.parallel_config, self._run_idle_level)
         # Parents of the last proposal's nodes, if those are trees, and their scores if
         # those are known.
@@ -55,6 +95,18 @@ class Eagle3Proposer(EagleProposer):
         self.work = HeadWork()
         # What the budget wants drafted; None where the shape never changes.
         self.plan: DraftPlan | None = None
+        # Ours keeps all of q where it is needed; vLLM's own way is not used.
+        self._enable_probabilistic_draft_probs = False
+        self._sampling = DraftSampling(method_given(vllm_config.speculative_config))
+        seed = vllm_config.model_config.seed
+        self._draft_noise = random_stream(seed, "drafting", device)
+        # request -> its sampled drafts that wait for verification
+        self.drawn: dict[str, DrawnDrafts] = {}
+
+    @property
+    def to_target_ids(self) -> torch.Tensor | None:
+        """Draft id -> target id, [draft_vocab]; None when they are equal."""
+        return self._to_target_ids
 
     @property
     def draft_layer_names(self) -> set[str]:
@@ -82,7 +134,7 @@ class Eagle3Proposer(EagleProposer):
         self, shape: TreeShape, layers: list[Any], block_size: int, scratch: np.ndarray
     ) -> None:
         """Grow trees of this shape from now on, with scratch blocks for their KV."""
-        self._tree_shape, self._has_trees = shape, True
+        self._tree_shape = shape
         self._tree_growth = TreeGrowth(self, layers, block_size, scratch)
         # A level must fit the scratch blocks and, with one end more, `arange`.
         rows = min(self._tree_growth.max_rows, self.max_num_tokens - 1)
@@ -117,9 +169,8 @@ class Eagle3Proposer(EagleProposer):
         if rows is None:
             rows = common_attn_metadata.query_start_loc[1:] - 1
         drafts = num_speculative_tokens if self.drafts else 0
-        stock = self._draws_from_q(sampling_metadata)
-        first_drafts = first_pass(
-            drafts if stock else min(drafts, 1),
+        none = first_pass(
+            min(drafts, 1),
             target_token_ids,
             target_positions,
             target_hidden_states,
@@ -131,88 +182,113 @@ class Eagle3Proposer(EagleProposer):
             num_rejected_tokens_gpu,
             slot_mappings,
         )
-        self._levels.begin(0 if stock else self._most_levels(drafts, len(rows)))
-        # A single draft needs no growth, but a budget needs its score.
-        if stock or drafts <= (1 if self.plan is None else 0):
+        if not drafts:
+            self._levels.begin(0)
             self._levels.finish()
-            return first_drafts
+            return none
         # The first pass may have run over refused drafts too; they do not count.
         seq_lens = common_attn_metadata.seq_lens
         if num_rejected_tokens_gpu is not None:
             seq_lens = seq_lens - num_rejected_tokens_gpu
-        grown = self._grow(drafts, rows.long(), common_attn_metadata, seq_lens)
-        self._levels.finish()
-        return grown
+        roots = self._roots(rows.long(), common_attn_metadata, seq_lens)
+        return self._grow(drafts, roots, sampling_metadata)
 
-    def _most_levels(self, drafts: int, num_reqs: int) -> int:
-        """Passes of the head that growth may take."""
-        if drafts <= 1:
-            return 0
-        if self._tree_shape is None:
-            return drafts - 1
-        parts = -(-num_reqs // self._trees_at_once)
-        return parts * (self._tree_shape.depth - 1)
-
-    def _draws_from_q(self, sampling: Any) -> bool:
-        """Sampled drafts need all of q, as vLLM's own chain keeps it."""
-        return (
-            self._enable_probabilistic_draft_probs
-            and not sampling.all_greedy
-            and not self._has_trees
-        )
-
-    def _grow(
+    def _roots(
         self,
-        num_drafts: int,
         rows: torch.Tensor,  # [num_reqs], each request's last confirmed token
         metadata: CommonAttentionMetadata,
         seq_lens: torch.Tensor,  # [num_reqs]
-    ) -> torch.Tensor:
+    ) -> Roots:
         assert self._output is not None and self._first_logits is not None
-        root = HeadOutput(self._output[1][rows][:, None], self._first_logits[:, None])
         positions = self.mrope_positions[0] if self.uses_mrope else self.positions
-        if self._tree_shape is None:
-            growth = ChainGrowth(self, metadata, positions[rows], seq_lens)
-            shape = TreeShape.chain(num_drafts)
-            return self._keep_chains(
-                grow(
-                    root,
-                    growth.advance,
-                    self._to_target_ids,
-                    shape,
-                    self._enough(),
-                )
+        features = self._output[1][rows][:, None]
+        num_reqs = len(rows)  # batches may be padded
+        return Roots(
+            HeadOutput(features, self._first_logits[:, None]),
+            positions[rows],
+            seq_lens[:num_reqs],
+            replace(
+                metadata, block_table_tensor=metadata.block_table_tensor[:num_reqs]
+            ),
+            list(range(num_reqs)),
+        )
+
+    def _grow(self, num_drafts: int, roots: Roots, sampling: Any) -> torch.Tensor:
+        """Draft for every request, [num_reqs, num_nodes]: ranked or sampled."""
+        shape = self._tree_shape or TreeShape.chain(num_drafts)
+        sampled = self._sampled_requests(sampling)
+        ranked = [request for request in roots.requests if request not in sampled]
+        ranked_parts, sampled_parts = self._parts(ranked), self._parts(sorted(sampled))
+        num_parts = len(ranked_parts) + len(sampled_parts)
+        self._levels.begin(num_parts * (shape.depth - 1))
+        trees = [
+            grow(
+                part.output,
+                self._advance(part),
+                self._to_target_ids,
+                shape,
+                self._enough(len(part.requests) / len(roots.requests)),
             )
-        return self._keep_trees(
-            [
-                self._grow_trees(root, metadata, positions[rows], first)
-                for first in range(0, len(rows), self._trees_at_once)
-            ]
-        )
+            for part in map(roots.part, ranked_parts)
+        ]
+        drawn = [
+            self._draw(part, shape, sampling.temperature)
+            for part in map(roots.part, sampled_parts)
+        ]
+        self._levels.finish()
+        trees = _equally_wide([*trees, *(each.tree for each in drawn)])
+        parts = [*ranked_parts, *sampled_parts]
+        token_ids, order = self._send(parts, trees)
+        for requests, each in zip(sampled_parts, drawn, strict=True):
+            self._keep(requests, token_ids, each.q, order[requests[0]])
+        return token_ids
 
-    def _grow_trees(
+    def _sampled_requests(self, sampling: Any) -> set[int]:
+        """Rows of the batch that take sampled drafts; what was kept for it is gone."""
+        requests, req_ids = self.runner.requests, self.runner.input_batch.req_ids
+        self.drawn = {r: d for r, d in self.drawn.items() if r in requests}
+        for req_id in req_ids:
+            self.drawn.pop(req_id, None)
+        # A budget cuts trees by their scores, and so would look at what was drawn.
+        if sampling.all_greedy or self.plan is not None:
+            return set()
+        params = [requests[req_id].sampling_params for req_id in req_ids]
+        return {row for row, each in enumerate(params) if self._sampling.suits(each)}
+
+    def _parts(self, requests: list[int]) -> list[list[int]]:
+        """Some requests, as many at a time as growth has room for."""
+        at_once = self._trees_at_once if self._tree_shape else max(len(requests), 1)
+        return [requests[n : n + at_once] for n in range(0, len(requests), at_once)]
+
+    def _advance(self, roots: Roots) -> Advance:
+        if self._tree_shape is None:
+            return ChainGrowth(
+                self, roots.metadata, roots.positions, roots.seq_lens
+            ).advance
+        self._tree_growth.begin(roots.metadata, roots.positions)
+        return self._tree_growth.advance
+
+    def _draw(
         self,
-        root: HeadOutput,
-        metadata: CommonAttentionMetadata,
-        positions: torch.Tensor,  # [num_reqs], of the last confirmed tokens
-        first: int,
-    ) -> DraftTree:
-        """Grow the trees of the requests from `first` on, as many as fit."""
-        assert self._tree_shape is not None
-        part = slice(first, min(first + self._trees_at_once, len(positions)))
-        table = metadata.block_table_tensor[part]
-        self._tree_growth.begin(
-            replace(metadata, block_table_tensor=table), positions[part]
+        roots: Roots,
+        limits: TreeShape,
+        temperature: torch.Tensor,  # [batch]
+    ) -> SampledTree:
+        shape = sampled_shape(limits)
+        num_reqs, vocab = len(roots.requests), roots.output.logits.shape[-1]
+        noise = exponential_noise(
+            (num_reqs, shape.num_parents, vocab), self._draft_noise, self.device
         )
-        return grow(
-            HeadOutput(root.features[part], root.logits[part]),
-            self._tree_growth.advance,
+        return grow_sampled(
+            roots.output,
+            self._advance(roots),
             self._to_target_ids,
-            self._tree_shape,
-            self._enough(len(table) / len(positions)),
+            shape,
+            temperature[roots.requests],
+            noise,
         )
 
-    def _enough(self, share: float = 1.0) -> IsEnough | None:
+    def _enough(self, share: float) -> IsEnough | None:
         """When to stop growing, as the plan has it, for a share of the requests.
 
         Asking costs a device synchronisation, so only the CPU asks.
@@ -222,40 +298,56 @@ class Eagle3Proposer(EagleProposer):
         asks, min_mass = self.device.type == "cpu", self.plan.min_mass * share
         return lambda scores: asks and float(scores.exp().sum()) < min_mass
 
-    def _keep_chains(self, chains: DraftTree) -> torch.Tensor:
-        if self.plan is not None:
-            self.last_scores = chains.scores.tolist()
-        return chains.token_ids
+    def _send(
+        self, parts: list[list[int]], trees: list[DraftTree]
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Nodes in the order they are sent: (token ids, old index of each node).
 
-    def _keep_trees(self, trees: list[DraftTree]) -> torch.Tensor:
-        """Put nodes in depth-first order and keep their parents for the scheduler."""
-        trees = _equally_wide(trees)
-        parents = torch.cat([tree.parents for tree in trees]).cpu().numpy()
+        Both are [num_reqs, num_nodes], requests as in the batch. Trees are sent depth
+        first, and their parents and scores are kept for the scheduler.
+        """
+        place = np.argsort(np.concatenate(parts))
+        at = torch.from_numpy(place).to(self.device)
+        token_ids, scores = (
+            torch.cat([getattr(tree, name) for tree in trees])[at]
+            for name in ("token_ids", "scores")
+        )
+        if self._tree_shape is None:
+            if self.plan is not None:
+                self.last_scores = scores.tolist()
+            return token_ids, np.tile(np.arange(trees[0].num_nodes), (len(place), 1))
+        parents = torch.cat([tree.parents for tree in trees]).cpu().numpy()[place]
         order = depth_first(parents)
         new_index = np.argsort(order, axis=1)
         old = np.take_along_axis(parents, order, axis=1)
         moved = np.take_along_axis(new_index, old.clip(min=0), axis=1)
         self.last_parents = np.where(old >= 0, moved, old).tolist()
         index = torch.from_numpy(order).to(self.device)
-        scores = torch.cat([tree.scores for tree in trees])
         self.last_scores = scores.gather(1, index).tolist()
-        token_ids = torch.cat([tree.token_ids for tree in trees])
-        return token_ids.gather(1, index)
+        return token_ids.gather(1, index), order
 
-    def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Argmax over the draft vocabulary; logits never go to the target's."""
-        self._first_logits = self.draft_logits(hidden_states)
-        token_ids = argmax(self._first_logits)
-        if self._to_target_ids is None:
-            return token_ids
-        return self._to_target_ids[token_ids]
+    def _keep(
+        self,
+        requests: list[int],
+        token_ids: torch.Tensor,  # [batch, num_nodes]
+        q: torch.Tensor,  # [num_reqs, rows, draft_vocab]
+        order: np.ndarray,  # [num_nodes], of the nodes that q belongs to
+    ) -> None:
+        """Keep the laws of sampled drafts until these are verified."""
+        # Leaves have no children to judge, so any row will do for them.
+        row = np.concatenate([[0], order + 1]).clip(max=q.shape[1] - 1)
+        row_of_q = torch.from_numpy(row).to(self.device)
+        for request, law in zip(requests, q, strict=True):
+            req_id = self.runner.input_batch.req_ids[request]
+            self.drawn[req_id] = DrawnDrafts(token_ids[request], law, row_of_q)
 
     def _sample_draft_tokens(
         self, hidden_states: torch.Tensor, sampling_metadata: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._draws_from_q(sampling_metadata):
-            return super()._sample_draft_tokens(hidden_states, sampling_metadata)
-        return self._greedy_sample(hidden_states), None
+    ) -> tuple[torch.Tensor, None]:
+        """Keep the logits of vLLM's first pass for growth, which drafts."""
+        self._first_logits = self.draft_logits(hidden_states)
+        rows = self._first_logits.shape[0]
+        return torch.zeros(rows, dtype=torch.int64, device=self.device), None
 
     def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, draft_vocab]."""

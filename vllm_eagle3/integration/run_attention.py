@@ -2,7 +2,7 @@
 
 Two calls of every attention backend are wrapped on the instances of one engine: the
 metadata builder gets runs in place of requests, and the update of a layer's KV cache
-also fills the scratch blocks of the branches. No kernel is changed.
+also writes the branches' rows to their scratch blocks. No kernel is changed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ..tree_runs import ScratchPlan, TreeBatch, plan_commit, plan_scratch
+from .block_copies import BlockCopies
 
 
 class RunAttention:
@@ -36,7 +37,7 @@ class RunAttention:
         scratch: np.ndarray,
         device: torch.device,
     ) -> None:
-        self.layers = layers
+        self.blocks = BlockCopies([layer.kv_cache for layer in layers])
         self.block_size = block_size
         self.scratch = scratch
         self.device = device
@@ -54,10 +55,9 @@ class RunAttention:
         """The next forward pass sees these trees."""
         plan = plan_scratch(batch, block_table, self.block_size, self.scratch)
         self.batch, self._plan, self._table = batch, plan, block_table
-        self._writes = tuple(
-            self._to_device(ids)
-            for ids in (plan.copy_from, plan.copy_to, plan.rows, plan.slots)
-        )
+        self._rows, self._slots = map(self._to_device, (plan.rows, plan.slots))
+        # What the prefix left in its last block is there before the pass begins.
+        self._copy(plan.copy_from, plan.copy_to)
 
     def leave(self) -> None:
         """The next forward pass is vLLM's own."""
@@ -74,8 +74,10 @@ class RunAttention:
         source, target = plan_commit(
             self.batch, self._plan, self._table, self.block_size, last_rows
         )
-        if source.size:
-            copy_blocks(self.layers, self._to_device(source), self._to_device(target))
+        self._copy(source, target)
+
+    def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        self.blocks.copy(self._to_device(source), self._to_device(target))
 
     def _build_runs(self, build: Callable[..., Any]) -> Callable[..., Any]:
         def build_runs(
@@ -123,17 +125,11 @@ class RunAttention:
             update(layer, key, value, kv_cache, slot_mapping)
             if self.batch is None:
                 return
-            copy_from, copy_to, rows, slots = self._writes
-            kv_cache[copy_to] = kv_cache[copy_from]
-            update(layer, key[rows], value[rows], kv_cache, slots)
+            branch_key = key.index_select(0, self._rows)
+            branch_value = value.index_select(0, self._rows)
+            update(layer, branch_key, branch_value, kv_cache, self._slots)
 
         return update_runs
 
     def _to_device(self, ids: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(self.device)
-
-
-def copy_blocks(layers: list[Any], source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy whole KV blocks in every layer; whole blocks need no knowledge of layout."""
-    for layer in layers:
-        layer.kv_cache[target] = layer.kv_cache[source]

@@ -1,18 +1,19 @@
-"""Verification of drafts inside vLLM by sample-and-match (see `verify`).
+"""Verification of drafts inside vLLM (see `verify` and `rejection`).
 
 Batches that are greedy and unprocessed take one argmax over all rows. Everything else
 walks the trees level by level with vLLM's own Sampler on one row a request, in batch
 order, so that every processor and random generator sees what it would see in a run
 without speculation: one row a request, the true history, one draw an emitted token,
 and `update_state` between two tokens. That is why min-p, logit bias, and processors of
-the user's are right here, which vLLM refuses beside its own rejection sampler.
+the user's are right here, which vLLM refuses beside its own rejection sampler. Requests
+with sampled drafts are judged by the law that the sampler draws from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,51 +23,12 @@ from vllm.v1.sample.logits_processor import (
     MinTokensLogitsProcessor,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from ..argmax import argmax
-from ..tree import ROOT
-from ..verify import PADDING, Verdict, match_tree
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """The drafts of a step as padded trees, beside the rows of their logits.
-
-    Attributes:
-        token_ids, parents: [num_reqs, num_nodes]; padding nodes are never reached.
-        num_nodes: [num_reqs].
-        rows: [num_reqs, num_nodes + 1], row of the logits of the root and each node.
-    """
-
-    token_ids: torch.Tensor
-    parents: torch.Tensor
-    num_nodes: torch.Tensor
-    rows: torch.Tensor
-
-
-def read_drafts(
-    metadata: SpecDecodeMetadata, trees: dict[int, torch.Tensor], num_rows: int
-) -> Drafts:
-    """Make a rectangle of a step's drafts.
-
-    Args:
-        trees: request -> parents of its nodes; the others are chains.
-        num_rows: rows of logits.
-    """
-    device = metadata.draft_token_ids.device
-    num_nodes = torch.tensor(metadata.num_draft_tokens, device=device)
-    columns = torch.arange(metadata.max_spec_len + 1, device=device)
-    first_row = metadata.cu_num_sampled_tokens - num_nodes - 1
-    # Rows behind a request's own are never read, they only must exist.
-    rows = (first_row[:, None] + columns).clamp(max=num_rows - 1)
-    in_use = columns[1:] <= num_nodes[:, None]
-    token_ids = torch.full_like(rows[:, 1:], PADDING, dtype=torch.int64)
-    token_ids[in_use] = metadata.draft_token_ids.long()
-    parents = (columns[1:] - 2).expand_as(token_ids).clone()
-    for request, tree in trees.items():
-        parents[request, : len(tree)] = tree.to(device)
-    return Drafts(token_ids, parents, num_nodes, rows)
+from ..verify import Verdict, match_tree, matching_child, walk, without_padding
+from .drafts import Drafts
+from .drawn_drafts import DrawnBatch
+from .target_law import TargetLaw
 
 
 def takes_plain_argmax(sampling: SamplingMetadata) -> bool:
@@ -105,53 +67,77 @@ def match_by_argmax(logits: torch.Tensor, drafts: Drafts) -> Verdict:
     return match_tree(drafts.token_ids, drafts.parents, drafts.num_nodes, target_tokens)
 
 
-def match_by_sampling(
-    logits: torch.Tensor,  # [num_rows, vocab]
-    drafts: Drafts,
-    sampler: Any,
-    sampling: SamplingMetadata,
-    histories: list[list[int]],
-) -> tuple[Verdict, LogprobsTensors | None]:
-    """Walk every tree with the target's own samples.
+class SampledWalk:
+    """What the target says, with its own sampler, at the nodes that walks come to.
 
     Args:
-        histories: each request's tokens so far; the very lists that processors hold.
-            They grow along the walk and are cut back at its end.
-
-    Returns:
-        The verdict, and log-probabilities as [num_reqs * width] rows if asked for.
+        logits: [num_rows, vocab].
+        drawn: requests whose drafts were sampled; the others are matched.
     """
-    num_reqs, width = drafts.token_ids.shape
-    reqs = torch.arange(num_reqs, device=logits.device)
-    in_use = torch.arange(width, device=logits.device) < drafts.num_nodes[:, None]
-    here = torch.full((num_reqs,), ROOT, device=logits.device)
-    alive = torch.ones(num_reqs, dtype=torch.bool, device=logits.device)
-    emitted: list[torch.Tensor] = []
-    accepted: list[torch.Tensor] = []
-    logprobs: list[LogprobsTensors] = []
-    with _growing(histories[:num_reqs]) as grow:
-        for _ in range(width + 1):
-            output = sampler(
-                logits=logits[drafts.rows[reqs, here + 1]],
-                sampling_metadata=_for_the_living(sampling, alive),
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        drafts: Drafts,
+        sampler: Any,
+        sampling: SamplingMetadata,
+        law: TargetLaw,
+        drawn: DrawnBatch | None,
+    ) -> None:
+        self.logits, self.drafts = logits, drafts
+        self.sampler, self.sampling = sampler, sampling
+        self.law, self.drawn = law, drawn
+        self.parents = without_padding(drafts.parents, drafts.num_nodes)
+        self._token: torch.Tensor | None = None  # said at the nodes above
+        self._logprobs: list[LogprobsTensors] = []
+
+    def verdict(
+        self, histories: list[list[int]]
+    ) -> tuple[Verdict, LogprobsTensors | None]:
+        """Walk every tree.
+
+        Args:
+            histories: each request's tokens so far; the very lists that processors
+                hold. They grow along the walk and are cut back at its end.
+
+        Returns:
+            The verdict, and log-probabilities as [num_reqs * width] rows if asked for.
+        """
+        num_reqs, width = self.drafts.token_ids.shape
+        with _growing(histories[:num_reqs]) as self._grow:
+            verdict = walk(self._say, num_reqs, width, self.logits.device)
+        return verdict, _join(self._logprobs)
+
+    def _say(
+        self, here: torch.Tensor, alive: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._go_on(alive)
+        rows = self.drafts.rows.gather(1, here[:, None] + 1)[:, 0]
+        with self.law.of(self.drawn.requests if self.drawn else None):
+            output = self.sampler(
+                logits=self.logits[rows],
+                sampling_metadata=_for_the_living(self.sampling, alive),
             )
-            token = output.sampled_token_ids[:, 0].long()
-            emitted.append(torch.where(alive, token, PADDING))
-            if output.logprobs_tensors is not None:
-                logprobs.append(output.logprobs_tensors)
-            child = in_use & (drafts.parents == here[:, None])
-            child &= drafts.token_ids == token[:, None]
-            alive = alive & child.any(1)
-            if not bool(alive.any()):
-                break
-            here = torch.where(alive, child.int().argmax(1), here)
-            accepted.append(torch.where(alive, here, PADDING))
-            grow(token, alive)
-            for processor in sampling.logitsprocs.all:
-                processor.update_state(None)
-    empty = drafts.token_ids.new_empty(num_reqs, 0)
-    nodes = torch.stack(accepted, 1) if accepted else empty
-    return Verdict(torch.stack(emitted, 1), nodes), _join(logprobs)
+        if output.logprobs_tensors is not None:
+            self._logprobs.append(output.logprobs_tensors)
+        token = output.sampled_token_ids[:, 0].long()
+        siblings = self.parents == here[:, None]
+        child = matching_child(self.drafts.token_ids, siblings, token)
+        if self.drawn is not None:
+            at, right = self.drawn.requests, self.drawn.came_back
+            judged_token, judged_child = self.drawn.judge(here[at], self.law.p)
+            token[at] = torch.where(right, judged_token, token[at])
+            child[at] = torch.where(right, judged_child, child[at])
+        self._token = token
+        return token, child
+
+    def _go_on(self, alive: torch.Tensor) -> None:
+        """Let processors see the tokens that the living have accepted."""
+        if self._token is None:
+            return
+        self._grow(self._token, alive)
+        for processor in self.sampling.logitsprocs.all:
+            processor.update_state(None)
 
 
 @contextmanager
