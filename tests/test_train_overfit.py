@@ -13,6 +13,7 @@ from tests.models.shapes import BYTE_OFFSET
 from tests.train_runs import config, write_rows
 from vllm_eagle3.train.trainer import Best, Trainer
 
+pytestmark = pytest.mark.slow
 Models = Callable[[str], Path]
 DRAFTS = 5
 
@@ -60,7 +61,6 @@ def test_rows_learnt_by_heart_are_predicted_to_be_accepted(
     assert all(alpha > 0.85 for alpha in best.n_alpha)
 
 
-@pytest.mark.slow
 @pytest.mark.engine
 def test_rows_learnt_by_heart_are_accepted_by_the_engine(
     engine: Any, overfitted: tuple[Path, Best]
