@@ -37,14 +37,17 @@ $(VENV)/.package-installed: $(VENV)/.dependencies-installed setup.py
 	$(PY) -m pip install --no-deps --no-build-isolation --editable .
 	touch $@
 
-# Engines run as our commands run them, with vLLM's recommended preloads.
+# Engines run as our commands run them, with vLLM's recommended preloads. Test engines
+# use one thread each, so two test processes fill two cores; files stay whole, because
+# the tests of a file share engines.
+TWO = -n 2 --dist loadfile
 PRELOAD = LD_PRELOAD="$$($(PY) -m vllm_eagle3.preload)"
 
 test: setup  ## run the tests but those marked slow
-	$(PRELOAD) $(PY) -m pytest -m "not slow"
+	$(PRELOAD) $(PY) -m pytest $(TWO) -m "not slow"
 
 test-all: setup  ## run all tests
-	$(PRELOAD) $(PY) -m pytest
+	$(PRELOAD) $(PY) -m pytest $(TWO)
 
 quality: setup  ## ruff and mypy
 	$(VENV)/bin/ruff check .

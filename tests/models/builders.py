@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from tests.models import bigram, random_llama
 from vllm_eagle3 import draft_head
@@ -40,6 +41,15 @@ def build(root: Path, name: str) -> Path:
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)
+    # Tests run in two processes, and one of them builds.
+    with FileLock(root / f".{name}.lock"):
+        if not folder.is_dir():
+            _build_whole(folder)
+    return folder
+
+
+def _build_whole(folder: Path) -> None:
+    root, name = folder.parent, folder.name
     unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
     threads = torch.get_num_threads()
     # Such small matrices are quickest on one thread.
@@ -50,7 +60,6 @@ def build(root: Path, name: str) -> Path:
     finally:
         torch.set_num_threads(threads)
         shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
 
 
 def _build(folder: Path, root: Path, name: str) -> None:
