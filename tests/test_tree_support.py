@@ -73,7 +73,7 @@ def test_an_ordinary_engine_holds_trees() -> None:
         ({"has_inner_state": True}, "recurrent"),
         ({"is_hybrid": True}, "recurrent"),
         ({"uses_mrope": True}, "M-RoPE"),
-        ({"kv_transfer_config": object()}, "KV connector"),
+        ({"kv_transfer_config": "one"}, "KV connector"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"prefill_context_parallel_size": 2}, "context parallelism"),
         ({"use_ubatching": True}, "DBO"),
