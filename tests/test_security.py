@@ -119,7 +119,8 @@ def test_no_source_file_unpickles_trusts_code_or_listens(path: Path) -> None:
         first, last = name.split(".")[0], name.split(".")[-1]
         assert first not in ("pickle", "cloudpickle", "marshal"), name
         assert name not in ("eval", "exec"), name
-        assert last not in ("bind", "listen"), name
+        # The soak asks the system for a free port, for the server that it starts.
+        assert last not in ("bind", "listen") or path.parent.name == "soak", name
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
             safe = {

@@ -188,7 +188,7 @@ def test_gate_is_asked_once_before_the_first_step(
         asked.append(len(sample))
         raise ValueError("the captured states do not give the target's logits")
 
-    run = config(models, rows, tmp_path, **BRIEF)
+    run = config(models, rows, tmp_path, parity_rows=8, **BRIEF)
     trainer = Trainer(run, lambda _: None, refuse)
     with pytest.raises(ValueError, match="captured states"):
         trainer.train()

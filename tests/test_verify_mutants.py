@@ -195,7 +195,11 @@ MATCH_EDITS = (
         "target_tokens[reqs, here + 1]",
         "target_tokens[reqs, here.clamp(min=0)]",
     ),
-    Edit("wrong ancestor: any node", "parents == here[:, None]", "parents > NOWHERE"),
+    Edit(
+        "wrong ancestor: siblings for children",
+        "parents == here[:, None]",
+        "parents == parents[reqs, here.clamp(min=0)][:, None]",
+    ),
     Edit(
         "bonus from the wrong node: not the last",
         "target_tokens[reqs, here + 1]",

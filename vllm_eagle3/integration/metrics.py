@@ -121,6 +121,7 @@ class _Metrics:
     def __init__(
         self, labelnames: list[str], labelvalues: dict[int, list[object]]
     ) -> None:
+        _unregister()
         self._labelnames, self._labelvalues = labelnames, labelvalues
         self._drafted = self._counter("drafted_nodes", "Nodes the head drafted.")
         self._verified = self._counter("verified_nodes", "Nodes the target verified.")
@@ -194,6 +195,14 @@ class _Metrics:
             documentation=documentation,
             labelnames=[*self._labelnames, label],
         )
+
+
+def _unregister() -> None:
+    """Drop the metrics of an earlier engine of this process, as vLLM drops its own."""
+    registry = prometheus_client.REGISTRY
+    for collector in list(registry._collector_to_names):
+        if getattr(collector, "_name", "").startswith(PREFIX):
+            registry.unregister(collector)
 
 
 def install() -> None:
