@@ -48,7 +48,8 @@ def test_texts_are_accounted_for(demo) -> None:
 def test_table_and_verdict_are_printed(demo) -> None:
     printed = demo[1]
     assert "acceptance length" in printed
-    assert "Speculation" in printed
+    # An engine that answers at once is timed too roughly for a speed-up.
+    assert "Speculation" in printed or "would be noise" in " ".join(printed.split())
 
 
 def test_progress_is_printed_without_a_terminal(demo) -> None:

@@ -36,8 +36,11 @@ def run_python(code: str, **environment: str) -> dict[str, Any]:
 REGISTER = """
     import json, sys, torch
     opened = []
+    # At import urllib3 asks in this way whether there is IPv6, and closes at once.
+    asked_for_ipv6 = ("::1", 0)
     sys.addaudithook(
-        lambda event, _: event in ("socket.bind", "socket.connect", "socket.listen")
+        lambda event, args: event in ("socket.bind", "socket.connect")
+        and args[1] != asked_for_ipv6
         and opened.append(event)
     )
     from vllm_eagle3.integration import plugin
