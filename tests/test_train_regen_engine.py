@@ -20,8 +20,14 @@ def test_streamed_replies_are_those_of_a_batch(
     pytest.importorskip("vllm")
     from vllm_eagle3.integration.engine import VllmEngine
 
-    mode = EngineMode(enforce_eager=True, threads=1)
-    engine = VllmEngine(EngineSpec(str(models("f1")), None, 0, "float32", 128, 3, mode))
+    spec = EngineSpec(
+        str(models("f1")),
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=3,
+        mode=EngineMode(enforce_eager=True, threads=1),
+    )
+    engine = VllmEngine(spec)
     prompts = [(5 + n, 9, 3 * n) for n in range(8)]
     lengths = [4, 30, 7, 12, 25, 3, 9, 16]  # they end out of order
     asks = [

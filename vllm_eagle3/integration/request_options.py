@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from ..config import KEY, read_request_options
 
@@ -32,14 +34,23 @@ def install() -> None:
     ) -> None:
         stock(self, model_config, speculative_config, *args, **kwargs)
         if KEY in (self.extra_args or {}):
-            read_request_options(self.extra_args)
-            if not getattr(speculative_config, _FIELD, False):
-                raise ValueError(
-                    f'extra_args["{KEY}"]: this engine does not draft by request; '
-                    'start it with shape "auto" or "tree", or leave the option out'
-                )
+            _check(self.extra_args, getattr(speculative_config, _FIELD, False))
 
     SamplingParams.verify = verify
+
+
+def _check(extra_args: Mapping[str, Any] | None, takes_options: bool) -> None:
+    """Refuse options as vLLM refuses parameters: servers answer 400, not 500."""
+    try:
+        read_request_options(extra_args)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="extra_args") from error
+    if not takes_options:
+        raise VLLMValidationError(
+            f'extra_args["{KEY}"]: this engine does not draft by request; '
+            'start it with shape "auto" or "tree", or leave the option out',
+            parameter="extra_args",
+        )
 
 
 def node_limit(sampling_params: Any, most: int) -> int:
