@@ -67,7 +67,7 @@ MUTANTS = [
 
 @pytest.fixture(scope="module")
 def flat_head(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """H2 with a quarter of its logits: its law overlaps the target's everywhere and is none.
+    """H2 with a quarter of its logits: its law overlaps the target's, and is another.
 
     H4 is right or drafts what the target never says, so what is left of p is p.
     """
