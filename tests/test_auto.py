@@ -111,9 +111,10 @@ def steps_after_waiting(handle: EngineHandle, waits: bool) -> list[JudgedStep]:
     """Drafts of requests that begin with plain steps, of which some rows wait."""
     runner, work = runner_of(handle), workload("f1", "long")
     handle.llm.reset_prefix_cache()
-    # Rows that still wait since an earlier test are caught up by whoever comes next.
+    # Rows that still wait since an earlier run are caught up by whoever comes next.
+    runner._head_may_wait, allowed = False, runner._head_may_wait
     handle.run(work.prompts[:1], work.params()[:1])
-    runner._head_may_wait, allowed = waits, runner._head_may_wait
+    runner._head_may_wait = waits
     caught_up, catch_up = [], runner.drafter.catch_up
 
     def counting(token_ids: Any, *others: Any) -> None:
