@@ -86,8 +86,10 @@ def test_streams_of_drafting_and_verification_differ() -> None:
         for name in ("drafting", "verification")
     )
     again = torch.rand(8, generator=random_stream(0, "drafting", CPU))
+    replica = torch.rand(8, generator=random_stream(0, "drafting", CPU, replica=1))
     assert torch.equal(drafting, again)
     assert not torch.equal(drafting, verification)
+    assert not torch.equal(drafting, replica)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3, 8, 16, 64])

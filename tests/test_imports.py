@@ -68,8 +68,9 @@ IMPORTS = {
 
 def part_of(module: str) -> str:
     """train, bench, evaluation, soak, integration, cli, or core (all the rest)."""
-    names = module.split(".")
-    return names[1] if len(names) > 1 and names[1] in FORBIDDEN else "core"
+    first = [*module.split("."), ""][1]
+    part = "cli" if first.startswith("cli_") else first
+    return part if part in FORBIDDEN else "core"
 
 
 def tier_of(module: str) -> int | None:

@@ -61,7 +61,7 @@ def test_named_test_is_collected_and_runs(
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_speculative_one_saw_drafts_accepted(
+def test_file_of_a_speculative_one_looks_at_what_was_accepted(
     name: str, collected: dict[str, list[pytest.Item]]
 ) -> None:
     file = ROOT / name.partition("::")[0]

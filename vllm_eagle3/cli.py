@@ -26,8 +26,8 @@ from vllm_eagle3.bench.methods import CONTROLS, KNOWN_METHODS
 from vllm_eagle3.bench.plan import BenchOptions
 from vllm_eagle3.bench.process import WorkerError
 from vllm_eagle3.bench.server import ServerOptions, run_server_command
-from vllm_eagle3.benchmark_prompts import BENCHMARKS, write_benchmark
-from vllm_eagle3.engine import EngineMode, EngineSpec, Sampling, Streams
+from vllm_eagle3.cli_data import TARGET_HELP, data_app
+from vllm_eagle3.engine import ENGINE, EngineMode
 from vllm_eagle3.head_io import convert_head
 from vllm_eagle3.head_layouts import LAYOUTS
 from vllm_eagle3.simulate_command import SimulateOptions, run_simulate_command
@@ -38,10 +38,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data_app, name="data", no_args_is_help=True)
 # Commands that start engines are restarted once with the libraries that vLLM wants.
 # The processes that `bench` and `demo` start get them without that.
 ENGINE_COMMANDS = frozenset({"data"})
-_ENGINE = "vllm_eagle3.integration.engine:VllmEngine"
 _DEFAULT_MODE = EngineMode()
 _DEBUG_HELP = "Show the traceback of an error."
 
@@ -70,7 +70,6 @@ def _before_any_command(
 
 
 _NAMES = ", ".join(embedded.NAMES)
-_TARGET_HELP = f"Target: a model directory, or {_NAMES}."
 _HEAD_HELP = f"Draft head: its directory, or {_NAMES}."
 _OURS_HELP = "What drafts: ours:auto, ours:chain:K or ours:tree:N[:TOP_K:DEPTH]."
 _METHODS_HELP = f"Comma-separated: {KNOWN_METHODS}."
@@ -98,7 +97,7 @@ def target(
 
 @app.command(name="doctor")
 def doctor_command(
-    target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
+    target: Annotated[str | None, typer.Option(help=TARGET_HELP)] = None,
     head: Annotated[str | None, typer.Option(help=_HEAD_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -122,7 +121,7 @@ def convert(
     head: Annotated[str, typer.Argument(help=_HEAD_HELP)],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[str, typer.Option(help=f"One of {', '.join(LAYOUTS)}.")],
-    target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
+    target: Annotated[str | None, typer.Option(help=TARGET_HELP)] = None,
 ) -> None:
     """Write a head in the layout of another program."""
     loaded = convert_head(
@@ -145,7 +144,7 @@ def bench(
     more_prompts: Annotated[
         list[str] | None, typer.Argument(help="More prompt files.", show_default=False)
     ] = None,
-    target: Annotated[str | None, typer.Option(help=_TARGET_HELP)] = None,
+    target: Annotated[str | None, typer.Option(help=TARGET_HELP)] = None,
     head: Annotated[str | None, typer.Option(help=_HEAD_HELP)] = None,
     server: Annotated[str | None, typer.Option(help=_SERVER_HELP)] = None,
     limit: Annotated[int | None, typer.Option(help="First N of each file.")] = None,
@@ -219,7 +218,7 @@ def bench(
         reliability=reliability,
         mode=mode,
     )
-    run_bench_command(options, _ENGINE, Console())
+    run_bench_command(options, ENGINE, Console())
 
 
 def _bench_server(options: ServerOptions) -> None:
@@ -246,17 +245,17 @@ def report(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("demo.json"),
-    target: Annotated[str, typer.Option(help=_TARGET_HELP)] = embedded.NAMES[0],
+    target: Annotated[str, typer.Option(help=TARGET_HELP)] = embedded.NAMES[0],
     head: Annotated[str, typer.Option(help=_HEAD_HELP)] = embedded.NAMES[0],
     repeats: Annotated[int, typer.Option(help="Times through all prompts.")] = 1,
 ) -> None:
     """See speculation at work: a few prompts, with and without it, then a table."""
-    run_demo_command(target, head, out, _ENGINE, Console(), repeats)
+    run_demo_command(target, head, out, ENGINE, Console(), repeats)
 
 
 @app.command(name="eval")
 def eval_command(
-    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
+    target: Annotated[str, typer.Option(help=TARGET_HELP)],
     head: Annotated[str, typer.Option(help=_HEAD_HELP)],
     prompts: Annotated[
         list[str], typer.Option(help="Prompt files: .jsonl, .json or plain text.")
@@ -292,7 +291,7 @@ def eval_command(
         max_model_len=max_model_len,
         check=check,
     )
-    results = run_eval_command(options, _ENGINE, Console(stderr=as_json), as_json)
+    results = run_eval_command(options, ENGINE, Console(stderr=as_json), as_json)
     if check and results["check"]["first_difference"] is not None:
         raise typer.Exit(1)
 
@@ -320,95 +319,6 @@ def simulate(
     )
 
 
-data_app = typer.Typer(help="Training data: the target's own words.")
-app.add_typer(data_app, name="data", no_args_is_help=True)
-_ROWS_HELP = "Row file to write; an unfinished one is continued."
-_EXCLUDE_HELP = "Prompt files of benchmarks; what shares 13 words in a row is dropped."
-
-
-@data_app.command(name="prompts")
-def data_prompts(
-    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
-    out: Annotated[Path, typer.Option(help="Prompt file to write (.jsonl).")],
-    count: Annotated[int, typer.Option(help="Draws; some are dropped.")] = 1000,
-) -> None:
-    """Let the target write what users might ask it."""
-    from vllm_eagle3.integration.engine import VllmEngine
-    from vllm_eagle3.train import command
-
-    command.run_data_prompts(VllmEngine, target, count, out, Console())
-
-
-@data_app.command(name="regen")
-def data_regen(
-    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
-    prompts: Annotated[list[str], typer.Option(help="Prompt files.")],
-    out: Annotated[Path, typer.Option(help=_ROWS_HELP)],
-    limit: Annotated[int | None, typer.Option(help="First N of each file.")] = None,
-    temperature: Annotated[
-        str, typer.Option(help="0 is greedy; several take turns, as in 0,0.7,1.")
-    ] = "0,0.7,1",
-    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 384,
-    kind: Annotated[str, typer.Option(help="Label kept with each row.")] = "chat",
-    exclude: Annotated[list[str] | None, typer.Option(help=_EXCLUDE_HELP)] = None,
-    ray_engines: Annotated[
-        int, typer.Option(help="Engines on a Ray cluster; 0 is one without Ray.")
-    ] = 0,
-) -> None:
-    """Let the target answer prompts; its token ids are the training rows."""
-    from vllm_eagle3.train import command
-    from vllm_eagle3.train.ray_engines import RayEngines
-
-    def start(spec: EngineSpec) -> Streams:
-        if ray_engines:
-            return RayEngines(_ENGINE, spec, ray_engines)
-        from vllm_eagle3.integration.engine import VllmEngine
-
-        return VllmEngine(spec)
-
-    temperatures = command.read_temperatures(temperature)
-    samplings = [Sampling(t, max_tokens) for t in temperatures]
-    command.run_data_regen(
-        start, target, prompts, limit, samplings, kind, out, Console(), exclude
-    )
-
-
-@data_app.command(name="preview")
-def data_preview(
-    rows: Annotated[list[str], typer.Argument(help="Row files.")],
-    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
-    limit: Annotated[int, typer.Option(help="Rows to show; all are counted.")] = 3,
-    max_length: Annotated[int, typer.Option(help="As in training.")] = 2048,
-) -> None:
-    """Show which tokens of rows are supervised."""
-    from vllm_eagle3.train.data_command import run_data_preview
-
-    run_data_preview(rows, target, limit, max_length, Console())
-
-
-@data_app.command(name="benchmark")
-def data_benchmark(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}.")],
-    out: Annotated[Path | None, typer.Option(help="NAME.jsonl by default.")] = None,
-) -> None:
-    """Fetch the prompts of a benchmark, for measuring."""
-    path = out if out is not None else Path(f"{name}.jsonl")
-    print(f"{path}: {write_benchmark(name, path)} prompts")
-
-
-@data_app.command(name="dedup")
-def data_dedup(
-    source: Annotated[Path, typer.Argument(help="Rows or prompts (.jsonl, .gz).")],
-    exclude: Annotated[list[str], typer.Option(help=_EXCLUDE_HELP)],
-    out: Annotated[Path, typer.Option(help="File to write (.jsonl).")],
-    target: Annotated[str, typer.Option(help=_TARGET_HELP)],
-) -> None:
-    """Drop rows or prompts that share 13 words in a row with a benchmark."""
-    from vllm_eagle3.train.data_command import run_data_dedup
-
-    run_data_dedup(source, exclude, out, target, Console())
-
-
 @app.command()
 def train(
     config: Annotated[Path, typer.Option("--config", "-c", help="YAML of the run.")],
@@ -424,13 +334,13 @@ def train(
     from vllm_eagle3.evaluation.scoring import scorer
     from vllm_eagle3.train.train_command import run_train
 
-    run_train(config, Console(), overrides or [], dry_run, scorer(_ENGINE))
+    run_train(config, Console(), overrides or [], dry_run, scorer(ENGINE))
 
 
 @app.command()
 def soak(
     out: Annotated[Path, typer.Option(help="Folder for soak.json and logs.")],
-    target: Annotated[str, typer.Option(help=_TARGET_HELP)] = embedded.NAMES[0],
+    target: Annotated[str, typer.Option(help=TARGET_HELP)] = embedded.NAMES[0],
     head: Annotated[str, typer.Option(help=_HEAD_HELP)] = embedded.NAMES[0],
     method: Annotated[str, typer.Option(help=_OURS_HELP)] = "ours:tree:8",
     requests: Annotated[int, typer.Option(help="Answers to judge.")] = 3000,
@@ -500,4 +410,4 @@ def scale(
         limit=limit,
         max_tokens=max_tokens,
     )
-    run_scale_command(options, _ENGINE, Console())
+    run_scale_command(options, ENGINE, Console())

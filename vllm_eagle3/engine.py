@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 from vllm_eagle3.acceptance import DraftCounts
 
+# Where the only implementation is, for whoever starts engines in other processes.
+ENGINE = "vllm_eagle3.integration.engine:VllmEngine"
+
 
 @dataclass(frozen=True)
 class Sampling:

@@ -39,12 +39,15 @@ def method_given(spec: Any) -> str | None:
     return getattr(spec, _GIVEN, None)
 
 
-def random_stream(seed: int, purpose: str, device: torch.device) -> torch.Generator:
+def random_stream(
+    seed: int, purpose: str, device: torch.device, replica: int = 0
+) -> torch.Generator:
     """A generator of its own for drafting or for verification.
 
-    It is the same on every rank, and never the target's.
+    It is the same on every rank, and never the target's. Data-parallel replicas have
+    one each, or requests that meet in the same step would share their luck.
     """
-    entropy = [seed, *purpose.encode()]
+    entropy = [seed, replica, *purpose.encode()]
     state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
     return torch.Generator(device).manual_seed(int(state[0] >> 1))
 

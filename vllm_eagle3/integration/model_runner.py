@@ -63,7 +63,10 @@ class Eagle3Runner(GPUModelRunner):
         self._verdict: Verdict | None = None
         self._target_law = TargetLaw(self.sampler)
         self._verify_noise = random_stream(
-            self.model_config.seed, "verification", self.device
+            self.model_config.seed,
+            "verification",
+            self.device,
+            self.parallel_config.data_parallel_index,
         )
         self.backlog = HeadBacklog(self.drafter)
         self._head_may_wait = head_may_wait(self.vllm_config)

@@ -99,7 +99,8 @@ class Eagle3Proposer(EagleProposer):
         self._enable_probabilistic_draft_probs = False
         self._sampling = DraftSampling(method_given(vllm_config.speculative_config))
         seed = vllm_config.model_config.seed
-        self._draft_noise = random_stream(seed, "drafting", device)
+        replica = vllm_config.parallel_config.data_parallel_index
+        self._draft_noise = random_stream(seed, "drafting", device, replica)
         # request -> its sampled drafts that wait for verification
         self.drawn: dict[str, DrawnDrafts] = {}
 

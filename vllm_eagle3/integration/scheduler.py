@@ -224,10 +224,12 @@ class Eagle3Scheduler(Scheduler):
         kept_tokens = []
         for req_id, kept in self._chosen(drafts):
             tree = np.array(kept.parents, dtype=int)
-            if num_branches(tree) > branches_left:
-                kept = kept.first(_first_run(tree))
+            branches = num_branches(tree)
+            if branches > branches_left:
+                # One path from the root needs no scratch blocks.
+                kept, branches = kept.first(_first_run(tree)), 0
                 self.counts.fallbacks["scratch blocks are full"] += 1
-            branches_left -= num_branches(np.array(kept.parents, dtype=int))
+            branches_left -= branches
             self._drafted[req_id] = kept
             kept_tokens.append(kept.token_ids)
         return DraftTokenIds(drafts.req_ids, kept_tokens)
