@@ -6,6 +6,7 @@ environment before Python starts; `vllm_eagle3.bench.launch` writes them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
@@ -20,12 +21,19 @@ from vllm_eagle3.acceptance import DraftCounts
 from vllm_eagle3.engine import EngineSpec, Generation, Sampling, StepTimes
 from vllm_eagle3.integration.step_times import StepStopwatch
 
+# On a CPU vLLM would take 92% of all memory, and refuse where others use some of it.
+_CPU_KV_CACHE_GIB = 4
+
 
 class VllmEngine:
-    """A vLLM engine started from an `EngineSpec`."""
+    """A vLLM engine started from an `EngineSpec`.
+
+    On a CPU its KV cache is `VLLM_CPU_KVCACHE_SPACE` GiB, or a few if that is not set.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_CPU_KV_CACHE_GIB))
         self.llm = LLM(**_llm_arguments(spec))
         self._stopwatch = StepStopwatch(self.llm) if spec.mode.step_times else None
 
