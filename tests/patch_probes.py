@@ -148,6 +148,25 @@ def parameters() -> str:
     return "ok" if wanted <= names else f"loaded only {sorted(names)}"
 
 
+def base_rows() -> str:
+    """In a step with an adapter's row, the base model's row keeps its own output."""
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    wrapper = PunicaWrapperCPU(8, 4, "cpu")
+    down, up = torch.ones(1, 1, 1, 3), torch.ones(1, 1, 4, 1)
+    wrong = []
+    for is_prefill in (False, True):
+        mapping = LoRAMapping((0, 7), (0, 7), is_prefill)
+        wrapper.update_metadata(mapping, [7], max_loras=1, vocab_size=8)
+        linear, logits, x = torch.zeros(2, 4), torch.zeros(2, 4), torch.ones(2, 3)
+        wrapper.add_lora_linear(linear, x, (down,), (up,), 1.0, (4,))
+        wrapper.add_lora_logits(logits, x, down, up, 1.0)
+        want = torch.tensor([[0.0] * 4, [3.0] * 4])
+        wrong += [y.tolist() for y in (linear, logits) if not torch.equal(y, want)]
+    return f"outputs {wrong}" if wrong else "ok"
+
+
 def seeded_chunks(engine: EnginePool) -> str:
     """A seeded request's text does not depend on how its prompt was chunked."""
     from vllm import SamplingParams
@@ -195,6 +214,7 @@ def main(models: str, *flags: str) -> None:
         "cpu-expand-batch-to-tokens": expansion,
         "cpu-padded-drafts": padding,
         "sampling-parameters": parameters,
+        "cpu-lora-base-rows": base_rows,
         "sampled-law": lambda: sampled_law(engine),
         # The last one: on stock vLLM it leaves a dead engine behind.
         "cpu-seeded-chunked-prefill": lambda: seeded_chunks(engine),

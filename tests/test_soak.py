@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -93,7 +92,6 @@ NO_TIE = [{1: -0.1}, {2: -0.7, 9: -0.9}, {3: -0.1, 4: -3.0}]
     [
         (PLAIN, answer(1, 2, 3), answer(1, 2, 3)),
         (DROPPED, answer(1, 2, 3), answer(1, 2)),
-        (DROPPED, answer(1, 2, 3), Answer()),
         (PLAIN, Answer(status=400), Answer(status=400)),
         # The run that was accepted ends behind the stop string.
         (
@@ -122,6 +120,15 @@ def test_right_answers(request_: Request, expected: Answer, given: Answer) -> No
         # A reply that is cut short is no near tie.
         (PLAIN, answer(1, 2, 3, top_logprobs=TIE), answer(1), "token 1"),
         (DROPPED, answer(1, 2, 3), answer(1, 9), "token 1"),
+        (DROPPED, answer(1, 2, 3), Answer(), "no token"),
+        # Only what lies behind the stop string may differ.
+        (
+            STOPS,
+            answer(1, 2, stop_reason="x"),
+            answer(1, 3, 4, stop_reason="x"),
+            "token 1",
+        ),
+        (STOPS, answer(1, 2), answer(1, 2, 3), "token 2"),
         (DROPPED, answer(1, 2, text="ab"), answer(1, text="b"), "text 'b'"),
         (PLAIN, answer(1), Answer(status=0, error="gone"), "status 0, want None; gone"),
         (PLAIN, Answer(status=400), answer(1), "status None, want 400"),
@@ -178,12 +185,24 @@ def tosses(chance: float, sticky: float = 0.0) -> list[tuple[int, ...]]:
     return samples
 
 
+def drawn(number: int, seed: int) -> list[tuple[int, ...]]:
+    """Samples of the law itself."""
+    return Random(seed).choices(list(TOSSES), list(TOSSES.values()), k=number)
+
+
 def test_chi_squared_knows_the_law_from_others() -> None:
-    assert law.excess(tosses(0.6), TOSSES) < 3
-    assert law.excess(tosses(0.5), TOSSES) > law.LIMIT
+    assert law.p_value(tosses(0.6), TOSSES) > 0.01
+    assert law.p_value(tosses(0.55), TOSSES) < law.LEAST_P
     # Right at every place, wrong together.
-    assert law.excess(tosses(0.6, sticky=0.3), TOSSES) > law.LIMIT
-    assert law.excess([(0, 0, 0, 2)], TOSSES) == math.inf
+    assert law.p_value(tosses(0.6, sticky=0.2), TOSSES) < law.LEAST_P
+    assert law.p_value([(0, 0, 0, 2)], TOSSES) == 0
+
+
+def test_p_values_of_the_law_itself_are_uniform() -> None:
+    """The least of two hundred is near 1/200, not beyond the limit."""
+    assert law.p_value([], TOSSES) == 1
+    found = sorted(law.p_value(drawn(400, seed), TOSSES) for seed in range(200))
+    assert 1e-4 < found[0] < 0.05 and 0.4 < found[100] < 0.6
 
 
 def test_law_check_needs_samples() -> None:

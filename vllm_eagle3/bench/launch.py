@@ -27,8 +27,8 @@ def worker_environ(
     `kv_cache_gib` is the KV cache of an engine on a CPU; what the user's environment
     says goes before it.
 
-    Stock methods run with this package off but for the two corrections of vLLM's
-    sampling on CPUs, without which a baseline at temperature > 0 is not lossless.
+    Stock methods run with this package off but for those patches without which vLLM's
+    own text is wrong on a CPU (`for_baselines` in `integration/patches.py`).
     """
     environ = dict(os.environ if base is None else base)
     environ.pop("VLLM_EAGLE3_CPU_FIXES", None)

@@ -20,6 +20,13 @@ _SAMPLER = "vllm.v1.sample.rejection_sampler."
 _SAVED = "_vllm_eagle3_generator_states"
 
 
+def is_cpu() -> bool:
+    """True when vLLM runs on a CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
 def runs_on_cpu() -> bool:
     """True when vLLM runs on a CPU and replaces its Triton kernels by C++ ones."""
     from vllm.platforms import current_platform
@@ -193,6 +200,45 @@ def _restoring_generators(stock: Callable[..., Any]) -> Callable[..., Any]:
             generators.update(hidden)
 
     return bookkeeping_sync
+
+
+def base_rows_broken() -> bool:
+    """True when a row without an adapter (index -1) gets that of the last slot."""
+    from vllm.lora.ops.torch_ops import lora_ops
+
+    one, row = torch.ones(1, 1), torch.zeros(1, 1)
+    lora_ops.bgmv_expand(one, torch.ones(1, 1, 1), row, torch.tensor([-1]))
+    return bool(row.any())
+
+
+def fix_base_rows() -> None:
+    from vllm.lora.ops import torch_ops
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
+        fixed = _expanding_adapter_rows(getattr(lora_ops, name))
+        for module in (lora_ops, torch_ops, punica_cpu):
+            setattr(module, name, fixed)
+
+
+def _expanding_adapter_rows(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def expand(
+        inputs: torch.Tensor,  # [rows, rank]
+        lora_b_weights: torch.Tensor,
+        output_tensor: torch.Tensor,
+        lora_indices_tensor: torch.Tensor,  # [rows], -1 without an adapter
+        *rest: Any,
+        **options: Any,
+    ) -> None:
+        without = (lora_indices_tensor < 0).unsqueeze(1)
+        inputs = inputs.masked_fill(without, 0)
+        stock(
+            inputs, lora_b_weights, output_tensor, lora_indices_tensor, *rest, **options
+        )
+
+    return expand
 
 
 def _load_cpu_ops() -> None:

@@ -104,6 +104,22 @@ PATCHES: tuple[Patch, ...] = (
         applies=lifted.refused,
         apply=lifted.lift,
     ),
+    Patch(
+        name="cpu-lora-base-rows",
+        upstream="vllm-project/vllm#48421",
+        reason="on a CPU a request without a LoRA adapter gets the last loaded one's "
+        "weights in every step that it shares with a request that has an adapter",
+        removal="a release whose PyTorch LoRA ops skip rows of index -1",
+        diff="0005-cpu-lora-base-rows.patch",
+        functions=(
+            "vllm.lora.ops.torch_ops.lora_ops:bgmv_expand",
+            "vllm.lora.ops.torch_ops.lora_ops:bgmv_expand_slice",
+        ),
+        for_baselines=True,
+        concerns=cpu_fixes.is_cpu,
+        applies=cpu_fixes.base_rows_broken,
+        apply=cpu_fixes.fix_base_rows,
+    ),
 )
 
 _applied: set[str] = set()

@@ -87,13 +87,13 @@ def answers_are_right(rounds: Sequence[Round]) -> Check:
 
 
 def law_holds(rounds: Sequence[Round], number: int, exact: law.Law) -> Check:
-    """Chi-squared of the joint samples; one wrong token in some hundred shows."""
+    """Chi-squared of the joint samples."""
     samples = [s for each in rounds for s in each.samples.get(number, [])]
-    found = law.excess(samples, exact)
+    found = law.p_value(samples, exact)
     return Check(
         f"law of prompt {number}",
-        bool(samples) and found <= law.LIMIT,
-        f"chi-squared {found:+.1f} deviations from its mean, {len(samples)} samples",
+        bool(samples) and found >= law.LEAST_P,
+        f"p = {found:.2g} of chi-squared, {len(samples)} samples",
     )
 
 

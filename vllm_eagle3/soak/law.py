@@ -12,14 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from openai import AsyncOpenAI
 
 from vllm_eagle3.soak.client import ask
 from vllm_eagle3.soak.workload import LAW_PLACES, LAW_TOP_K, Request
 
 Law = dict[tuple[int, ...], float]  # outcome -> probability
-# A statistic above df + LIMIT * sqrt(2 df) is a wrong law.
-LIMIT = 10.0
+LEAST_P = 1e-6  # below it the law is wrong
 _LEAST_EXPECTED = 5.0
 
 
@@ -57,22 +57,23 @@ async def _next_tokens(
     return {token: weights[token] / total for token in likeliest}
 
 
-def excess(samples: Sequence[tuple[int, ...]], law: Law) -> float:
-    """(chi-squared - df) / sqrt(2 df); infinite for an outcome that cannot be.
+def p_value(samples: Sequence[tuple[int, ...]], law: Law) -> float:
+    """Of chi-squared: how often the law itself gives samples as far from it.
 
-    Outcomes that expect less than five samples share a bin.
+    0 for an outcome that cannot be. Outcomes that expect less than five samples share
+    a bin.
     """
     counts = Counter(samples)
     if not law.keys() >= counts.keys():
-        return math.inf
+        return 0.0
     expected = {outcome: p * len(samples) for outcome, p in law.items()}
     common = [o for o, number in expected.items() if number >= _LEAST_EXPECTED]
     bins = [(counts[o], expected[o]) for o in common]
     rare = len(samples) - sum(number for _, number in bins)
     if rare >= _LEAST_EXPECTED:
         bins.append((len(samples) - sum(counts[o] for o in common), rare))
-    df = len(bins) - 1
-    if df < 1:
-        return 0.0
+    if len(bins) < 2:
+        return 1.0
     statistic = sum((seen - number) ** 2 / number for seen, number in bins)
-    return (statistic - df) / math.sqrt(2 * df)
+    freedom, value = torch.tensor([len(bins) - 1, statistic]).double() / 2
+    return float(torch.special.gammaincc(freedom, value))
