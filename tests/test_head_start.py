@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 
 from tests.bigram_heads import exact_head
 from tests.engine_run import llm_settings
-from tests.models.bigram import VOCAB, bigram_table
+from tests.models.bigram import TAP_IDS, VOCAB, bigram_table
 from tests.models.head_variants import edit_head
+from tests.models.shapes import head_config
 from vllm_eagle3.draft_head import Eagle3DraftHead
 from vllm_eagle3.head_io import head_config_for_target, write_head
 from vllm_eagle3.vocab import DraftVocab
@@ -33,12 +35,20 @@ FULL = DraftVocab.full(VOCAB)
 
 @pytest.fixture
 def engine_config(models: Models) -> Callable[..., Any]:
-    """engine_config(head, target="f2") -> VllmConfig, as an engine starts with it."""
+    """engine_config(head, target="f2") -> VllmConfig, as an engine starts with it.
+
+    More keywords are keys of `speculative_config`.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
-    def create(head: Path, target: Path | None = None, **speculation: Any) -> Any:
+    def create(
+        head: Path, target: Path | None = None, ranks: int = 1, **speculation: Any
+    ) -> Any:
         settings = llm_settings(
-            str(target or models("f2")), str(head), speculation=speculation
+            str(target or models("f2")),
+            str(head),
+            speculation=speculation,
+            tensor_parallel_size=ranks,
         )
         return EngineArgs(**settings).create_engine_config()
 
@@ -146,6 +156,30 @@ def test_fault_is_refused_before_anything_starts(
     edit_head(tmp_path / "head", **edit)
     with pytest.raises(ValueError, match=message):
         engine_config(tmp_path / "head")
+
+
+SHARDS: dict[str, tuple[dict[str, int], int | None, str]] = {
+    "heads": (
+        {"num_attention_heads": 1, "num_key_value_heads": 1},
+        None,
+        "num_attention_heads: the head has 1, which 2 ranks cannot share",
+    ),
+    "inner size": ({"intermediate_size": 95}, 2, "intermediate_size: the head has 95"),
+    "size": ({}, 3, "draft_tensor_parallel_size: got 3 with tensor_parallel_size 2"),
+}
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_head_that_its_ranks_cannot_share_is_refused_before_anything_starts(
+    case: str, engine_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    changes, draft_size, message = SHARDS[case]
+    config = head_config(vocab_size=VOCAB, kv_heads=4, tap_ids=TAP_IDS)
+    write_head(tmp_path / "head", Eagle3DraftHead(replace(config, **changes)), FULL)
+    with pytest.raises(ValueError, match=message):
+        engine_config(tmp_path / "head", ranks=2, draft_tensor_parallel_size=draft_size)
+    whole = engine_config(tmp_path / "head", ranks=2, draft_tensor_parallel_size=1)
+    assert whole.parallel_config.worker_cls.startswith("vllm_eagle3.")
 
 
 def truncated(folder: Path) -> Path:

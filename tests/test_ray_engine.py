@@ -17,9 +17,12 @@ from tests.ray_nodes import two_nodes
 from tests.tree_engine import tree_settings
 
 pytest.importorskip("ray")
+pytest.importorskip("vllm")
+
+from vllm_eagle3.integration.engine_config import RAY_EXECUTOR as EXECUTOR
+
 pytestmark = pytest.mark.engine
 
-EXECUTOR = "vllm_eagle3.integration.ray_executor.RayExecutor"
 PROMPTS = known_prompts() + other_prompts()
 # The monitor looks every five seconds.
 FAILURE_SECONDS = 60
@@ -127,18 +130,44 @@ def test_more_ranks_than_the_cluster_has_cpus_are_refused(
         )
 
 
-def test_a_node_with_another_release_is_refused(
-    engine: Any, cluster: Any, tmp_path: Path
+def test_vllm_s_own_ray_is_refused_on_a_cpu_with_ours_as_the_remedy(
+    engine: Any,
 ) -> None:
-    """A node whose path begins with the metadata of another release."""
-    info = tmp_path / "vllm_eagle3-9.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: vllm-eagle3\nVersion: 9.9\n"
-    )
+    with pytest.raises(ValueError, match=f'got "ray" on a CPU.*want {EXECUTOR}'):
+        engine("f1", "h1", distributed_executor_backend="ray")
+
+
+OTHER_RELEASE = "Metadata-Version: 2.1\nName: vllm-eagle3\nVersion: 9.9\n"
+# Python runs it at start. What is installed in the environment is hidden.
+WITHOUT_PACKAGE = """
+import sys
+from importlib.machinery import PathFinder
+
+found = PathFinder.find_distributions
+PathFinder.find_distributions = lambda context: (
+    () if context.name == "vllm-eagle3" else found(context)
+)
+sys.modules["vllm_eagle3"] = None
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("vllm_eagle3-9.9.dist-info/METADATA", OTHER_RELEASE, r"9\.9"),
+        ("sitecustomize.py", WITHOUT_PACKAGE, "not installed"),
+    ],
+    ids=["another release", "none"],
+)
+def test_a_node_with_another_release_or_none_is_refused(
+    file: str, text: str, said: str, engine: Any, cluster: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
     odd = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(tmp_path)})
     try:
-        with pytest.raises(ValueError, match=r"vllm-eagle3 is 9\.9, want"):
+        with pytest.raises(ValueError, match=rf"node .*: vllm-eagle3 is {said}, want"):
             engine("f1", "h1", distributed_executor_backend=EXECUTOR)
     finally:
         cluster.remove_node(odd)

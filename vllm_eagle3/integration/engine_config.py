@@ -40,6 +40,7 @@ WORKERS = {
 }
 
 SCHEDULER = "vllm_eagle3.integration.scheduler.Eagle3Scheduler"
+RAY_EXECUTOR = "vllm_eagle3.integration.ray_executor.RayExecutor"
 # Scratch is reserved and copied in whole blocks, so blocks are small; vLLM's default
 # on a CPU is 128 tokens.
 TREE_BLOCK_SIZE = 32
@@ -93,6 +94,7 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
     """
     if vllm_config.parallel_config.worker_cls in WORKERS.values():
         return  # a copy of a prepared configuration
+    _refuse_stock_ray_on_cpu(vllm_config.parallel_config)
     spec = vllm_config.speculative_config
     options = read_options(vllm_config.additional_config)
     reason = unsupported or _unsupported_engine(vllm_config)
@@ -128,6 +130,16 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
         options.shape,
         ("up to " if options.shape == "auto" else "") + _describe(shape),
     )
+
+
+def _refuse_stock_ray_on_cpu(parallel_config: Any) -> None:
+    """vLLM would refuse it too: late, and without a remedy."""
+    backend = parallel_config.distributed_executor_backend
+    if backend == "ray" and current_platform.is_cpu():
+        raise ValueError(
+            'distributed_executor_backend: got "ray" on a CPU, where vLLM has none; '
+            f"want {RAY_EXECUTOR}"
+        )
 
 
 def _may_schedule(vllm_config: VllmConfig) -> bool:
