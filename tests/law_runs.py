@@ -22,6 +22,8 @@ def worst_excess(
             temperature=law.temperature,
             top_k=law.top_k,
             top_p=law.top_p,
+            min_p=law.min_p,
+            logit_bias=dict(law.bias) or None,
             seed=sample if law.seeded else None,
             max_tokens=PLACES,
             ignore_eos=True,

@@ -23,6 +23,8 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()  # (id, what its logit gets)
     allowed: tuple[int, ...] = ()  # ids; empty for all
     seeded: bool = False
 
@@ -34,6 +36,7 @@ MIXED = (
     Sampling(1.0, top_k=5),
     Sampling(1.0, top_p=0.6),
     Sampling(1.5, top_k=20, top_p=0.8),
+    Sampling(1.2, min_p=0.1, bias=((50, 3.0), (51, 3.0), (7, -2.0))),
     Sampling(0.0),
     Sampling(1.0, seeded=True),
 )
@@ -46,6 +49,8 @@ def transition(sampling: Sampling) -> torch.Tensor:
         barred = torch.ones(table.shape[1], dtype=torch.bool)
         barred[list(sampling.allowed)] = False
         table[:, barred] = -math.inf
+    for token, gain in sampling.bias:
+        table[:, token] += gain
     if sampling.temperature == 0:
         return torch.nn.functional.one_hot(table.argmax(-1), table.shape[1]).double()
     order = table.argsort(dim=-1, descending=True)
@@ -53,6 +58,8 @@ def transition(sampling: Sampling) -> torch.Tensor:
     if sampling.top_k:
         sorted_logits[:, sampling.top_k :] = -math.inf
     probs = sorted_logits.softmax(-1)
+    probs[probs < sampling.min_p * probs[:, :1]] = 0
+    probs = probs / probs.sum(-1, keepdim=True)
     # The smallest set of likeliest tokens that holds top_p of the mass.
     probs[probs.cumsum(-1) - probs >= sampling.top_p] = 0
     law = torch.zeros_like(probs).scatter(-1, order, probs)

@@ -38,7 +38,14 @@ def test_samples_of_another_law_fail(actual):
 
 
 @pytest.mark.parametrize(
-    "asked", [Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.6), Sampling(0.5)]
+    "asked",
+    [
+        Sampling(1.0, top_k=5),
+        Sampling(1.0, top_p=0.6),
+        Sampling(0.5),
+        Sampling(1.0, min_p=0.2),
+        Sampling(1.0, bias=((50, 3.0),)),
+    ],
 )
 def test_ignored_parameters_fail(asked):
     assert excess(_sample(Sampling(1.0), 1000), asked) > LIMIT

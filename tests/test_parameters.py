@@ -18,20 +18,15 @@ from tests.laws import START
 from tests.models.bigram import bigram_table
 from tests.models.random_llama import known_prompts
 from tests.processors import NoRecent, Phases
+from tests.replies import Reply, replies, text_of
 from tests.tree_engine import counted_commits, tree_settings
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 REPLY = 48
 # Tokens that end a reply; a third of the vocabulary, so that minimum lengths matter.
 STOPS = list(range(0, 128, 3))
 GREEDY = greedy_chain(bigram_table(), START, 12)
-
-
-def text_of(token_ids: list[int]) -> str:
-    """The fixture tokenizer has one token a byte, printable ones from id 3."""
-    assert all(3 <= token < 97 for token in token_ids)
-    return "".join(chr(token + 30) for token in token_ids)
 
 
 # In the greedy reply, where drafts of H2 are all accepted: inside a run.
@@ -114,22 +109,9 @@ SETTINGS: dict[str, Any] = {
         reasoning_end_str=text_of(END_OF_THOUGHT),
     ),
 }
+# As users have it by default: the neighbours without a seed take sampled drafts.
+DRAFTS = {"draft_sample_method": None}
 SHAPES = ("chain", "tree")
-
-
-class Reply(NamedTuple):
-    """A reply as users see it: of every choice, and of the first one's probabilities.
-
-    `choices` holds token ids, text, why it ended, and how many logprobs there are.
-    """
-
-    choices: list[tuple[list[int], str, Any, Any, int]]
-    logprobs: list[dict[int, float]]
-    prompt_logprobs: list[dict[int, float]]
-
-    @property
-    def token_ids(self) -> list[list[int]]:
-        return [choice[0] for choice in self.choices]
 
 
 class Runs(NamedTuple):
@@ -158,39 +140,6 @@ def _params(seed: int | None, settings: dict[str, Any]) -> Any:
     return params
 
 
-def _values(steps: Any) -> list[dict[int, float]]:
-    return [
-        {token: entry.logprob for token, entry in step.items()}
-        for step in steps or []
-        if step is not None
-    ]
-
-
-def _replies(handle: EngineHandle, prompts: Any, params: list[Any]) -> list[Reply]:
-    outputs = handle.llm.generate(
-        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-        params,
-        use_tqdm=False,
-    )
-    return [
-        Reply(
-            [
-                (
-                    list(choice.token_ids),
-                    choice.text,
-                    choice.finish_reason,
-                    choice.stop_reason,
-                    len(choice.logprobs or []),
-                )
-                for choice in output.outputs
-            ],
-            _values(output.outputs[0].logprobs),
-            _values(output.prompt_logprobs),
-        )
-        for output in outputs
-    ]
-
-
 def _all_kinds(handle: EngineHandle) -> dict[str, list[Reply]]:
     """Every kind in one batch, unseeded neighbours behind them."""
     names = [name for name, kinds in KINDS.items() for _ in kinds]
@@ -205,13 +154,10 @@ def _all_kinds(handle: EngineHandle) -> dict[str, list[Reply]]:
         settings = {"temperature": place % 3, "max_tokens": 3 + place % 30}
         params.insert(place, _params(None, settings))
         prompts.insert(place, [9, 70, START])
-    replies = [
-        reply
-        for reply, each in zip(_replies(handle, prompts, params), params, strict=True)
-        if each.seed is not None
-    ]
+    batch = zip(replies(handle.llm, prompts, params), params, strict=True)
+    wanted = [reply for reply, each in batch if each.seed is not None]
     return {
-        name: [r for r, of in zip(replies, names, strict=True) if of == name]
+        name: [r for r, of in zip(wanted, names, strict=True) if of == name]
         for name in KINDS
     }
 
@@ -219,7 +165,7 @@ def _all_kinds(handle: EngineHandle) -> dict[str, list[Reply]]:
 def _given_tokens(handle: EngineHandle) -> list[Reply]:
     """In a batch of its own, for vLLM gives all of a batch what one asks for."""
     params = _params(None, {"logprob_token_ids": [5, 70], "temperature": 0.0})
-    return _replies(handle, [[9, START], [9, 70]], [params] * 2)
+    return replies(handle.llm, [[9, START], [9, 70]], [params] * 2)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +176,7 @@ def plain(engine: Any) -> Runs:
 
 @pytest.fixture(scope="module")
 def chain(engine: Any, plain: Runs) -> Runs:
-    handle = engine("f2", "h2", num_speculative_tokens=5, **SETTINGS)
+    handle = engine("f2", "h2", num_speculative_tokens=5, **DRAFTS, **SETTINGS)
     run = handle.run([[9, START]], _params(None, {"temperature": 0.0}))
     assert run.accepted > 30
     return Runs(_all_kinds(handle), _given_tokens(handle))
@@ -238,7 +184,7 @@ def chain(engine: Any, plain: Runs) -> Runs:
 
 @pytest.fixture(scope="module")
 def tree(engine: Any, plain: Runs) -> Runs:
-    handle = engine("f2", "h2", **tree_settings(4, 6, 16), **SETTINGS)
+    handle = engine("f2", "h2", **tree_settings(4, 6, 16), **DRAFTS, **SETTINGS)
     with counted_commits(handle) as commits:
         kinds = _all_kinds(handle)
     assert commits.branches > 50
@@ -261,22 +207,20 @@ def test_reply_is_that_without_speculation(
 
 def test_parameters_change_the_text(plain: Runs) -> None:
     """Otherwise the comparison would say nothing about them."""
-    replies = {
-        kind: [r.token_ids[0] for r in runs] for kind, runs in plain.kinds.items()
-    }
-    assert len({len(reply) for reply in replies["minimum"]}) > 3
-    assert all(t < 23 for t in replies["allowed ids"][0])
-    assert all(50 not in reply for reply in replies["bad words"])
-    assert replies["logit bias"][0] == [50] * REPLY
-    assert GREEDY[2] not in replies["logit bias"][1]
-    assert len({tuple(ids) for ids in plain.kinds["several"][0].token_ids}) == 3
+    ids = {kind: [r.token_ids[0] for r in runs] for kind, runs in plain.kinds.items()}
+    assert len({len(reply) for reply in ids["minimum"]}) > 3
+    assert all(t < 23 for t in ids["allowed ids"][0])
+    assert all(50 not in reply for reply in ids["bad words"])
+    assert ids["logit bias"][0] == [50] * REPLY
+    assert GREEDY[2] not in ids["logit bias"][1]
+    assert len({tuple(choice) for choice in plain.kinds["several"][0].token_ids}) == 3
     ends = [r.choices[0][2:4] for r in plain.kinds["stop strings"]]
     assert ends[: len(INSIDE)] == [("stop", stop) for stop in INSIDE]
-    assert [len(r) for r in replies["lengths"]] == list(range(1, 9))
-    assert all(len(r) < REPLY for r in replies["end of text"])
-    assert len(replies["end of text ignored"][0]) == REPLY
-    assert all(token % 2 for token in replies["processors"][0])
-    assert [t >= 64 for t in replies["processors"][2][:6]] == [False] * 3 + [True] * 3
+    assert [len(r) for r in ids["lengths"]] == list(range(1, 9))
+    assert all(len(r) < REPLY for r in ids["end of text"])
+    assert len(ids["end of text ignored"][0]) == REPLY
+    assert all(token % 2 for token in ids["processors"][0])
+    assert [t >= 64 for t in ids["processors"][2][:6]] == [False] * 3 + [True] * 3
     texts = {
         kind: [r.choices[0][1] for r in runs] for kind, runs in plain.kinds.items()
     }
@@ -284,7 +228,7 @@ def test_parameters_change_the_text(plain: Runs) -> None:
     after = [text.partition('"') for text in texts["grammar after a thought"]]
     assert after[0][1] and len(after[0][0]) < 5
     assert all(re.fullmatch(WORD, word) for _, mark, word in after if mark)
-    thoughts = zip(KINDS["thinking budget"], replies["thinking budget"], strict=True)
+    thoughts = zip(KINDS["thinking budget"], ids["thinking budget"], strict=True)
     for settings, reply in thoughts:
         places = range(settings["thinking_token_budget"] + 1)
         assert any(reply[i : i + 2] == END_OF_THOUGHT for i in places)
@@ -311,9 +255,9 @@ def test_seeds_with_a_target_that_looks_back(engine: Any) -> None:
         _params(seed, {"temperature": 0.4, "top_p": 0.9})
         for seed in range(len(prompts))
     ]
-    plain = _replies(engine("f1"), prompts, params)
+    plain = replies(engine("f1").llm, prompts, params)
     handle = engine("f1", "h1", **tree_settings(4, 6, 16))
     with counted_commits(handle) as commits:
-        tree = _replies(handle, prompts, params)
+        tree = replies(handle.llm, prompts, params)
     assert [r.token_ids for r in tree] == [r.token_ids for r in plain]
     assert commits.branches > 0

@@ -151,6 +151,7 @@ def prepare(
     from vllm_eagle3.integration import engine_config
 
     monkeypatch.setattr(engine_config.head_fit, "foreign_reason", lambda spec: "")
+    monkeypatch.setattr(engine_config, "refuse_unfollowed", lambda spec, shape: None)
     monkeypatch.setattr(engine_config.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, engine_config.logger.name):
         engine_config.prepare(config, unsupported="")

@@ -26,6 +26,7 @@ from ..config import (
 )
 from ..drafter import TreeShape
 from . import draft_sampling, head_fit, lifted, metrics, request_options
+from .speculative_options import refuse_unfollowed
 from .tree_support import why_no_trees
 
 logger = logging.getLogger("vllm.vllm_eagle3")
@@ -101,6 +102,7 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
     if reason:
         _fall_back(spec, reason)
         return
+    refuse_unfollowed(spec, options.shape)
     shape = options.tree_shape(spec.num_speculative_tokens)
     if options.shape == "auto":
         shape = _prepare_auto(vllm_config, options)
