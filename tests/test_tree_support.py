@@ -16,6 +16,7 @@ from vllm_eagle3.integration.tree_support import why_no_trees
 def settings(**changed: Any) -> SimpleNamespace:
     """What is read of an engine's configuration; by default it can hold trees."""
     model = {
+        "model": "some/vlm",
         "use_mla": False,
         "is_multimodal_model": False,
         "has_inner_state": False,
@@ -133,15 +134,13 @@ def test_auto_without_a_budget_is_a_short_chain(
     assert (again.shape, again.tree_shape(3)) == ("chain", TreeShape.chain(3))
 
 
-def test_a_vision_language_target_keeps_vllms_own_chain(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("shape", ["auto", "chain", "tree", "off"])
+def test_a_target_that_reads_more_than_text_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, shape: str
 ) -> None:
-    config = settings(is_multimodal_model=True)
-    worker = config.parallel_config.worker_cls
-    prepare(config, monkeypatch, caplog)
-    assert "vLLM's own chain of 5: the target reads more than text" in caplog.text
-    assert config.parallel_config.worker_cls == worker
-    assert config.speculative_config.num_speculative_tokens == 5
+    config = settings(is_multimodal_model=True, options={"shape": shape})
+    with pytest.raises(ValueError, match=r"model: got some/vlm, which reads more.*own"):
+        prepare(config, monkeypatch, caplog)
 
 
 def prepare(

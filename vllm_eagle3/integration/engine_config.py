@@ -102,6 +102,7 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
     if reason:
         _fall_back(spec, reason)
         return
+    _refuse_pictures(vllm_config.model_config)
     refuse_unfollowed(spec, options.shape)
     shape = options.tree_shape(spec.num_speculative_tokens)
     if options.shape == "auto":
@@ -271,11 +272,19 @@ def _unsupported_engine(vllm_config: VllmConfig) -> str:
         return f"worker_cls is {worker}, not vLLM's own"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline parallelism leaves the taps of early stages behind"
-    if vllm_config.model_config.is_multimodal_model:
-        return "the target reads more than text, and nobody has tried that here"
     if vllm_config.speculative_config.parallel_drafting:
         return "the head drafts in parallel (P-EAGLE)"
     return ""
+
+
+def _refuse_pictures(model_config: Any) -> None:
+    """Nobody has seen a target draft right that reads more than text."""
+    if model_config.is_multimodal_model:
+        raise ValueError(
+            f"model: got {model_config.model}, which reads more than text, with "
+            'speculative_config method "eagle3"; want a target of text alone; leave '
+            "speculative_config out, or use vLLM's own chain (VLLM_EAGLE3=0)"
+        )
 
 
 def _fall_back(spec: Any, reason: str) -> None:

@@ -83,8 +83,8 @@ def _check_schedule(spec: Any, shape: str) -> None:
     schedule = getattr(spec, _SCHEDULE)
     if schedule is not None and shape != "chain":
         raise ValueError(
-            f'speculative_config {_SCHEDULE}: got {schedule} with shape "{shape}", want '
-            'shape "chain"; leave it out: shape "auto" follows the load by itself'
+            f'speculative_config {_SCHEDULE}: got {schedule} with shape "{shape}", '
+            'want shape "chain"; leave it out: shape "auto" follows the load by itself'
         )
 
 
@@ -94,6 +94,6 @@ def _check_length(spec: Any) -> None:
     if spec.max_model_len is not None and spec.max_model_len < target.max_model_len:
         raise ValueError(
             f"speculative_config max_model_len: got {spec.max_model_len}, want the "
-            f"target's {target.max_model_len}: heads draft to its end; leave it out, or "
-            "lower the engine's own max_model_len"
+            f"target's {target.max_model_len}: heads draft to its end; leave it out, "
+            "or lower the engine's own max_model_len"
         )
