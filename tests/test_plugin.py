@@ -75,6 +75,7 @@ def test_baselines_get_only_their_cpu_fixes() -> None:
     assert state.pop("vllm_eagle3") is False
     assert state == {
         "cpu-expand-batch-to-tokens": True,
+        "cpu-lora-base-rows": True,
         "cpu-seeded-chunked-prefill": True,
     }
 
