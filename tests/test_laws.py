@@ -44,7 +44,7 @@ def test_samples_of_another_law_fail(actual):
         Sampling(1.0, top_p=0.6),
         Sampling(0.5),
         Sampling(1.0, min_p=0.2),
-        Sampling(1.0, bias=((50, 3.0),)),
+        Sampling(1.0, bias=tuple((token, 1.0) for token in range(60))),
     ],
 )
 def test_ignored_parameters_fail(asked):
