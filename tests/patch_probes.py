@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -192,6 +193,37 @@ def sampled_law(engine: EnginePool) -> str:
     return f"chi-squared excess {worst}" if worst > LIMIT else "ok"
 
 
+SHARES = [2, 1]  # rows of each rank
+
+
+def uneven_exchange() -> str:
+    """Two ranks with different numbers of rows gather all rows and share out sums."""
+    with TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _exchange, (folder,), nprocs=len(SHARES), start_method="fork"
+        )
+    return "ok"
+
+
+def _exchange(rank: int, folder: str) -> None:
+    """One rank; raises where it receives something else."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    torch.distributed.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=len(SHARES)
+    )
+    group = torch.distributed.group.WORLD
+    ranks = CpuCommunicator(group, torch.device("cpu"), group, unique_name="dp")
+    rows = torch.arange(6.0).view(3, 2)
+    mine = rows.split(SHARES)[rank]
+    gathered = ranks.all_gatherv([mine, mine.long()], dim=0, sizes=SHARES)
+    torch.testing.assert_close(gathered, [rows, rows.long()])
+    shared = ranks.reduce_scatterv(rows + rank, dim=0, sizes=SHARES)
+    torch.testing.assert_close(shared, 2 * mine + 1)
+    whole = ranks.reduce_scatterv(ranks.all_gatherv(rows), dim=0)
+    torch.testing.assert_close(whole, 2 * rows)
+
+
 def _outcome(probe: Callable[[], str]) -> str:
     """What the probe says; an error of vLLM is an outcome like any other."""
     try:
@@ -215,6 +247,7 @@ def main(models: str, *flags: str) -> None:
         "cpu-padded-drafts": padding,
         "sampling-parameters": parameters,
         "cpu-lora-base-rows": base_rows,
+        "cpu-uneven-exchange": uneven_exchange,
         "sampled-law": lambda: sampled_law(engine),
         # The last one: on stock vLLM it leaves a dead engine behind.
         "cpu-seeded-chunked-prefill": lambda: seeded_chunks(engine),

@@ -241,6 +241,58 @@ def _expanding_adapter_rows(stock: Callable[..., None]) -> Callable[..., None]:
     return expand
 
 
+def uneven_exchange_missing() -> bool:
+    """True when engines that share experts cannot exchange rows on a CPU."""
+    from vllm.distributed.device_communicators import (
+        base_device_communicator,
+        cpu_communicator,
+    )
+
+    base = base_device_communicator.DeviceCommunicatorBase
+    return cpu_communicator.CpuCommunicator.all_gatherv is base.all_gatherv
+
+
+def add_uneven_exchange() -> None:
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    communicator: Any = CpuCommunicator
+    communicator.all_gatherv = _all_gatherv
+    communicator.reduce_scatterv = _reduce_scatterv
+
+
+def _all_gatherv(
+    self: Any,
+    input_: torch.Tensor | list[torch.Tensor],  # [rows of this rank, ...] each
+    dim: int = 0,
+    sizes: list[int] | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """The rows of all ranks, in the order of the ranks."""
+    assert dim == 0, "rows are exchanged along dimension 0"
+    if isinstance(input_, list):
+        return [_all_gatherv(self, each, dim, sizes) for each in input_]
+    sizes = sizes or [len(input_)] * self.world_size
+    # Gloo gathers equally many rows of each rank.
+    sent = input_.new_zeros(max(sizes), *input_.shape[1:])
+    sent[: len(input_)] = input_
+    parts = [torch.empty_like(sent) for _ in sizes]
+    torch.distributed.all_gather(parts, sent, group=self.device_group)
+    return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatterv(
+    self: Any,
+    input_: torch.Tensor,  # [rows of all ranks, ...]
+    dim: int = -1,
+    sizes: list[int] | None = None,
+) -> torch.Tensor:
+    """The sum over the ranks, of this rank's own rows."""
+    assert dim == 0, "rows are exchanged along dimension 0"
+    sizes = sizes or [len(input_) // self.world_size] * self.world_size
+    total = input_.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(total, group=self.device_group)
+    return total.split(sizes)[self.rank_in_group].clone()
+
+
 def _load_cpu_ops() -> None:
     from vllm.platforms import current_platform
 

@@ -44,6 +44,11 @@ class PatchStatus(NamedTuple):
     reason: str
 
 
+_COMMUNICATOR = (
+    "vllm.distributed.device_communicators.base_device_communicator:"
+    "DeviceCommunicatorBase"
+)
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="cpu-expand-batch-to-tokens",
@@ -119,6 +124,22 @@ PATCHES: tuple[Patch, ...] = (
         concerns=cpu_fixes.is_cpu,
         applies=cpu_fixes.base_rows_broken,
         apply=cpu_fixes.fix_base_rows,
+    ),
+    Patch(
+        name="cpu-uneven-exchange",
+        upstream="vllm-project/vllm#57837",
+        reason="on a CPU data-parallel engines that share experts stop at the first "
+        "request: ranks cannot exchange different numbers of rows",
+        removal="a release whose CpuCommunicator has all_gatherv and reduce_scatterv",
+        diff="0006-cpu-uneven-exchange.patch",
+        functions=(
+            f"{_COMMUNICATOR}.all_gatherv",
+            f"{_COMMUNICATOR}.reduce_scatterv",
+        ),
+        for_baselines=True,
+        concerns=cpu_fixes.is_cpu,
+        applies=cpu_fixes.uneven_exchange_missing,
+        apply=cpu_fixes.add_uneven_exchange,
     ),
 )
 
