@@ -269,11 +269,17 @@ def _all_gatherv(
     """The rows of all ranks, in the order of the ranks."""
     assert dim == 0, "rows are exchanged along dimension 0"
     if isinstance(input_, list):
-        return [_all_gatherv(self, each, dim, sizes) for each in input_]
-    sizes = sizes or [len(input_)] * self.world_size
+        return [_gather_rows(self, rows, sizes) for rows in input_]
+    return _gather_rows(self, input_, sizes)
+
+
+def _gather_rows(
+    self: Any, rows: torch.Tensor, sizes: list[int] | None
+) -> torch.Tensor:
+    sizes = sizes or [len(rows)] * self.world_size
     # Gloo gathers equally many rows of each rank.
-    sent = input_.new_zeros(max(sizes), *input_.shape[1:])
-    sent[: len(input_)] = input_
+    sent = rows.new_zeros(max(sizes), *rows.shape[1:])
+    sent[: len(rows)] = rows
     parts = [torch.empty_like(sent) for _ in sizes]
     torch.distributed.all_gather(parts, sent, group=self.device_group)
     return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
