@@ -15,7 +15,7 @@ def trained(truth: float, count: int = 3000, req_id: str = "all") -> AcceptanceM
     for _ in range(count):
         scores = np.log(rng.uniform(0.01, 1.0, 4))
         accepted = rng.random(4) < truth * np.exp(scores)
-        model.observe(req_id, scores, accepted)
+        model.observe([req_id], [scores], [accepted])
     return model
 
 
@@ -37,7 +37,7 @@ def test_a_child_is_never_likelier_than_its_parent() -> None:
     # Middling confidence was always right, high confidence never.
     for confidence, right in ((0.5, True), (0.9, False)):
         for _ in range(100):
-            model.observe("a", np.log([confidence]), np.array([right]))
+            model.observe(["a"], [np.log([confidence])], [np.array([right])])
     predicted = model.predict(np.log(np.linspace(0.001, 1, 500)))
     assert (np.diff(predicted) >= 0).all()
 
@@ -47,13 +47,26 @@ def test_a_request_unlike_the_others_is_corrected_little_by_little() -> None:
     assert model.factor("new") == 1.0
     factors = []
     for _ in range(20):
-        model.observe("new", np.log([0.5, 0.4]), np.array([False, False]))
+        model.observe(["new"], [np.log([0.5, 0.4])], [np.zeros(2, dtype=bool)])
         factors.append(model.factor("new"))
     assert 0.7 < factors[0] < 1.0
     assert factors == sorted(factors, reverse=True)
     assert factors[-1] < 0.4
     model.forget("new")
     assert model.factor("new") == 1.0
+
+
+def test_each_request_of_a_step_is_credited_with_its_own_nodes() -> None:
+    model = AcceptanceModel()
+    lengths = {"a": 3, "b": 1, "c": 2}
+    scores = [np.log(np.full(length, 0.5)) for length in lengths.values()]
+    accepted = [np.full(length, req_id == "c") for req_id, length in lengths.items()]
+    model.observe(list(lengths), scores, accepted)
+    assert model.factor("c") > 1.0
+    assert model.factor("a") < model.factor("b") < 1.0
+    assert model.trials.sum() == 6 and model.accepted.sum() == 2
+    model.observe([], [], [])
+    assert model.trials.sum() == 6
 
 
 def test_error_of_the_confidence() -> None:

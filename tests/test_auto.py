@@ -21,9 +21,9 @@ pytestmark = pytest.mark.engine
 OFF = DraftPlan(None)
 CHAIN = DraftPlan(TreeShape.chain(5))
 # Ends where no confidence is left, so requests and steps get chains of other lengths.
-SHORT_CHAIN = DraftPlan(TreeShape.chain(4), min_mass=0.7)
+SHORT_CHAIN = DraftPlan(TreeShape.chain(4), min_masses=(0.7,) * 3)
 TREE = DraftPlan(TreeShape(16, 4, 6))
-SMALL_TREE = DraftPlan(TreeShape(16, 4, 2), min_mass=0.5)
+SMALL_TREE = DraftPlan(TreeShape(16, 4, 2), min_masses=(0.5,))
 SWITCHING = [OFF, OFF, CHAIN, TREE, OFF, SHORT_CHAIN, SMALL_TREE, TREE, CHAIN, OFF, OFF]
 
 # Small steps, few blocks and cached prefixes: chunks, preemption, shared blocks.

@@ -8,7 +8,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from vllm_eagle3.budget import BudgetLimits, DraftBudget, DraftPlan, ScoredDrafts
+from vllm_eagle3.budget import (
+    BudgetLimits,
+    DraftBudget,
+    DraftPlan,
+    ScoredDrafts,
+    Verdict,
+)
 from vllm_eagle3.drafter import TreeShape
 from vllm_eagle3.step_cost import StepWork
 
@@ -102,6 +108,15 @@ def test_a_request_s_own_limit_holds() -> None:
         assert budget.choose(batch, 0).sum(1).tolist() == [0, 2, 3]
 
 
+def grown_depth(plan: DraftPlan, confidence: float, num_reqs: int) -> int:
+    """Where growth ends, each node as confident."""
+    if plan.shape is None:
+        return 0
+    levels = range(1, plan.shape.depth)
+    ends = (n for n in levels if plan.may_end(n, num_reqs * confidence**n))
+    return next(ends, plan.shape.depth)
+
+
 def run(
     budget: DraftBudget, row_ms: float, num_reqs: int, steps: int, confidence: float
 ) -> list[DraftPlan]:
@@ -117,10 +132,12 @@ def run(
                 hits = np.zeros(mask.sum(), dtype=bool)
                 # As many accepted in the mean as the head is confident of.
                 hits[: int(rng.geometric(1 - confidence)) - 1] = True
-                budget.observe_verdict(str(row), [], batch.scores[row][mask], hits)
+                scores = batch.scores[row][mask]
+                if scores.size:
+                    budget.observe_verdicts([Verdict(str(row), [], scores, hits)])
             accepted = int(chosen.sum())
         plan = budget.plan(num_reqs, 0)
-        pending = plan.shape.depth if plan.shape else 0
+        pending = grown_depth(plan, confidence, num_reqs)
         levels = max(pending - 1, 0)
         work = StepWork(num_reqs + accepted, 0, int(pending > 0), levels, 0)
         budget.observe_step(work, seconds_of(work, row_ms))
@@ -157,11 +174,11 @@ def test_the_chain_is_as_long_as_confidence_carries() -> None:
     sure = run(DraftBudget(CHAINS), 0.1, 1, 300, confidence=0.95)
     unsure = run(DraftBudget(CHAINS), 0.1, 1, 300, confidence=0.35)
 
-    def depth(plans: list[DraftPlan]) -> float:
-        return float(np.mean([p.shape.depth for p in plans[100:] if p.shape]))
+    def depth(plans: list[DraftPlan], confidence: float) -> float:
+        return float(np.mean([grown_depth(p, confidence, 1) for p in plans[100:]]))
 
-    assert depth(sure) > 4
-    assert depth(unsure) < 3
+    assert depth(sure, 0.95) > 4
+    assert 0.5 < depth(unsure, 0.35) < 3
 
 
 def test_a_decision_costs_less_than_a_hundredth_of_a_step() -> None:

@@ -9,6 +9,7 @@ of its own, pulled to 1 while little has been seen of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,24 +64,35 @@ class AcceptanceModel:
 
     def observe(
         self,
-        req_id: str,
-        scores: np.ndarray,  # [num_nodes]
-        accepted: np.ndarray,  # [num_nodes], bool
+        req_ids: Sequence[str],
+        scores: Sequence[np.ndarray],
+        accepted: Sequence[np.ndarray],
     ) -> None:
-        """Learn from one request's verified nodes."""
-        seen = self._requests.setdefault(req_id, _Seen())
-        if seen.expected > _REQUEST_MEMORY:
-            seen.accepted, seen.expected = seen.accepted / 2, seen.expected / 2
-        seen.accepted += float(accepted.sum())
-        seen.expected += float(self.predict(scores).sum())
-        bins = np.searchsorted(_EDGES, scores)
-        size = len(_CENTRES)
+        """Learn from the nodes of a step that were verified.
+
+        Args:
+            req_ids: requests that had any.
+            scores, accepted: [num_nodes] of each, log-probability and bool.
+        """
+        if not req_ids:
+            return
+        first = np.cumsum([0] + [len(each) for each in scores[:-1]])
+        flat, hits = np.concatenate(scores), np.concatenate(accepted)
+        expected = np.add.reduceat(self.predict(flat), first)
+        counts = np.add.reduceat(hits.astype(float), first)
+        for req_id, more, hoped in zip(req_ids, counts, expected, strict=True):
+            seen = self._requests.setdefault(req_id, _Seen())
+            if seen.expected > _REQUEST_MEMORY:
+                seen.accepted, seen.expected = seen.accepted / 2, seen.expected / 2
+            seen.accepted += float(more)
+            seen.expected += float(hoped)
+        bins, size = np.searchsorted(_EDGES, flat), len(_CENTRES)
         self.trials += np.bincount(bins, minlength=size)
-        self.accepted += np.bincount(bins, accepted, minlength=size)
-        self.confidence += np.bincount(bins, np.exp(scores), minlength=size)
+        self.accepted += np.bincount(bins, hits, minlength=size)
+        self.confidence += np.bincount(bins, np.exp(flat), minlength=size)
         full = self.trials > _MEMORY
-        for counts in (self.accepted, self.confidence, self.trials):
-            counts[full] /= 2
+        for memory in (self.accepted, self.confidence, self.trials):
+            memory[full] /= 2
 
     def forget(self, req_id: str) -> None:
         """The request has ended."""

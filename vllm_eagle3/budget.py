@@ -16,15 +16,15 @@ parent; so does any first part of them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from .acceptance_model import AcceptanceModel
 from .config import AUTO_CHAIN
+from .draft_samples import MIN_SAMPLES, DraftSamples
 from .drafter import TreeShape
 from .step_cost import StepCost, StepWork
 
@@ -37,8 +37,6 @@ EXPLORATION = 0.005
 _WORTH_TRYING = 0.8  # in parts of the best rate
 _MAX_BACKOFF = 16
 _EVALUATE_EVERY = 8  # steps
-_SAMPLED_NODES = 320  # of past drafts that a plan is judged by
-_MIN_SAMPLES = 8  # drafts of a kind before it is judged at all
 _FIRST_CONTINUATION = 0.5
 
 
@@ -48,12 +46,16 @@ class DraftPlan:
 
     Attributes:
         shape: limits of each request's tree; None means that nothing is drafted.
-        min_mass: growth ends when the confidences of the last level's best nodes, of
-            all requests together, sum to less.
+        min_masses: growth ends when the confidences of the last level's best nodes, of
+            all requests together, sum to less; by level, empty for never.
     """
 
     shape: TreeShape | None
-    min_mass: float = 0.0
+    min_masses: tuple[float, ...] = ()
+
+    def may_end(self, level: int, mass: float) -> bool:
+        """Whether growth may end after a level with so much confidence."""
+        return level <= len(self.min_masses) and mass < self.min_masses[level - 1]
 
 
 @dataclass(frozen=True)
@@ -96,30 +98,20 @@ class ScoredDrafts:
     top_k: int = 1
 
 
-@dataclass
-class _Samples:
-    """Past drafts of one kind: their nodes' probabilities, and the depths of those."""
+@dataclass(frozen=True)
+class Verdict:
+    """What the target accepted of one request's verified nodes.
 
-    shape: TreeShape
-    drafts: deque[tuple[np.ndarray, np.ndarray]] = field(default_factory=deque)
+    Attributes:
+        parents: of each node, -1 for the root.
+        scores: [num_nodes], log-probability of the path.
+        accepted: [num_nodes], bool.
+    """
 
-    def add(self, probabilities: np.ndarray, depths: np.ndarray) -> None:
-        limit = max(_SAMPLED_NODES // self.shape.num_nodes, _MIN_SAMPLES)
-        for draft in zip(probabilities[-limit:], depths[-limit:], strict=True):
-            self.drafts.append(draft)
-        while len(self.drafts) > limit:
-            self.drafts.popleft()
-
-    def gains(self, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """Nodes and expected accepted nodes a request, best nodes first, from none on.
-
-        Args:
-            depth: of the deepest nodes that count.
-        """
-        values = np.concatenate([p[d <= depth] for p, d in self.drafts])
-        best = np.sort(values[values > 0])[::-1]
-        num_nodes = np.arange(len(best) + 1) / len(self.drafts)
-        return num_nodes, np.append(0, best.cumsum()) / len(self.drafts)
+    req_id: str
+    parents: Sequence[int]
+    scores: np.ndarray
+    accepted: np.ndarray
 
 
 class Policy(Protocol):
@@ -131,13 +123,7 @@ class Policy(Protocol):
 
     def observe_step(self, work: StepWork, seconds: float) -> None: ...
 
-    def observe_verdict(
-        self,
-        req_id: str,
-        parents: Sequence[int],
-        scores: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None: ...
+    def observe_verdicts(self, verdicts: Sequence[Verdict]) -> None: ...
 
     def forget(self, req_id: str) -> None: ...
 
@@ -152,12 +138,13 @@ class DraftBudget:
         self.cost = StepCost()
         self.acceptance = AcceptanceModel()
         shapes = [limits.chain] + ([limits.tree] if limits.tree else [])
-        self._samples = {shape.top_k: _Samples(shape) for shape in shapes}
+        self._samples = {shape.top_k: DraftSamples(shape) for shape in shapes}
         self._plan = DraftPlan(limits.chain)
         self._levels = float(limits.chain.depth)  # grown, on average
         self._continuation = _FIRST_CONTINUATION
         self._bias = 1.0  # expected over confident
         self._steps = 0
+        self._best_rate = 0.0  # tokens a second of one request
         self._evaluated_at = (0, 0)  # step, requests
         self._best_of_kind: dict[int, float] = {}  # rate, in parts of the best
         self._backoff = 1
@@ -170,15 +157,13 @@ class DraftBudget:
         if work.head_passes and work.levels:
             self._levels += 0.1 * (work.levels - self._levels)
 
-    def observe_verdict(
-        self,
-        req_id: str,
-        parents: Sequence[int],
-        scores: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
-        """Learn which of one request's verified nodes were accepted (bool)."""
-        self.acceptance.observe(req_id, scores, accepted)
+    def observe_verdicts(self, verdicts: Sequence[Verdict]) -> None:
+        """Learn which of a step's verified nodes were accepted."""
+        self.acceptance.observe(
+            [verdict.req_id for verdict in verdicts],
+            [verdict.scores for verdict in verdicts],
+            [verdict.accepted for verdict in verdicts],
+        )
 
     def confidence_error(self) -> float:
         """Expected calibration error of the head's confidence."""
@@ -216,7 +201,7 @@ class DraftBudget:
     def plan(self, num_reqs: int, context: int) -> DraftPlan:
         """What to draft for `num_reqs` requests after the coming step."""
         self._steps += 1
-        if not self.cost.is_known or len(self._samples[1].drafts) < _MIN_SAMPLES:
+        if not self.cost.is_known or not self._samples[1].are_enough:
             # In turn, so that the cost of both is seen.
             return DraftPlan(self.limits.chain if self._steps % 2 else None)
         self._consider(num_reqs, context)
@@ -239,14 +224,19 @@ class DraftBudget:
         if num_reqs == before and self._steps - step < _EVALUATE_EVERY:
             return
         self._evaluated_at = (self._steps, num_reqs)
+        # Where it pays to end growth depends on the rate, which depends on that end.
+        plain = self._rate(None, num_reqs, context, 0.0)
         rates = {
-            shape: self._rate(shape, num_reqs, context) for shape in self._candidates()
+            shape: self._rate(
+                shape, num_reqs, context, max(plain, num_reqs * self._best_rate)
+            )
+            for shape in self._candidates()
         }
         best, present = self._best(rates), self._plan.shape
         if _kind(best) != _kind(present):
             self._backoff = 1
-        mass = self._min_mass(best, rates[best], num_reqs, context) if best else 0.0
-        self._plan = DraftPlan(best, mass)
+        self._plan = self._adaptive(best, rates[best], num_reqs, context)
+        self._best_rate = rates[best] / num_reqs
         self._best_of_kind = {
             kind: max(r for s, r in rates.items() if _kind(s) == kind) / rates[best]
             for kind in {_kind(shape) for shape in rates}
@@ -266,19 +256,26 @@ class DraftBudget:
         """No drafts, and every depth of each kind that has been tried enough."""
         shapes: list[TreeShape | None] = [None]
         for samples in self._samples.values():
-            if len(samples.drafts) >= _MIN_SAMPLES:
+            if samples.are_enough:
                 shapes += _depths_of(samples.shape)
         return shapes
 
-    def _rate(self, shape: TreeShape | None, num_reqs: int, context: int) -> float:
-        """Expected tokens per second."""
+    def _rate(
+        self, shape: TreeShape | None, num_reqs: int, context: int, rate: float
+    ) -> float:
+        """Expected tokens per second, when growth ends as it pays at `rate`."""
         plan = DraftPlan(shape)
         if shape is None:
             return num_reqs / float(self._seconds(num_reqs, num_reqs, context, plan))
-        nodes, gains = self._samples[shape.top_k].gains(shape.depth)
-        rows = num_reqs * (1 + nodes)
-        seconds = self._seconds(rows, num_reqs, context, plan, shape.depth - 1)
-        return float((num_reqs * (1 + gains) / seconds).max())
+        gains, depths = self._samples[shape.top_k].replay(
+            shape.depth, num_reqs, self._min_masses(shape, rate, num_reqs, context)
+        )
+        tokens = num_reqs + gains
+        rows = num_reqs + np.arange(gains.shape[1])
+        seconds = self._seconds(rows, num_reqs, context, plan, levels=0)
+        seconds = seconds + (depths - 1)[:, None] * self._level(shape, num_reqs)
+        each = np.arange(len(tokens)), (tokens / seconds).argmax(axis=1)
+        return float(tokens[each].sum() / seconds[each].sum())
 
     def _seconds(
         self,
@@ -304,25 +301,43 @@ class DraftBudget:
             rows, context=context, head_passes=1, levels=levels, head_rows=level_rows
         )
 
-    def _min_mass(
+    def _level(self, shape: TreeShape, num_reqs: int) -> float:
+        """Seconds of growing one level further."""
+        more = self.cost.seconds(1, levels=1, head_rows=num_reqs * shape.top_k)
+        return float(more - self.cost.seconds(1))
+
+    def _min_masses(
         self, shape: TreeShape, rate: float, num_reqs: int, context: int
-    ) -> float:
-        """Confidence below which a further level costs more than it brings."""
-        plan = DraftPlan(shape)
-        one, two = (
-            float(self._seconds(num_reqs, num_reqs, context, plan, levels))
-            for levels in (1, 2)
-        )
-        return rate * (two - one) / (self._continuation * self._bias)
+    ) -> np.ndarray:
+        """Expected accepted nodes of a level below which the next does not pay.
+
+        A level costs the head's pass. A chain's also makes the step longer that
+        verifies it; a tree is verified with as many nodes however deep they lie.
+        """
+        levels = np.arange(1, shape.depth)
+        seconds = np.full(len(levels), self._level(shape, num_reqs))
+        if shape.top_k == 1:
+            rows = num_reqs * np.arange(1, shape.depth + 2)
+            verify = self._seconds(rows, num_reqs, context, DraftPlan(shape), levels=0)
+            seconds += verify[levels + 1] - np.minimum.accumulate(verify)[levels]
+        return rate * seconds / self._continuation
+
+    def _adaptive(
+        self, shape: TreeShape | None, rate: float, num_reqs: int, context: int
+    ) -> DraftPlan:
+        """The plan of a shape that ends growth by the head's raw confidence."""
+        if shape is None:
+            return DraftPlan(None)
+        masses = self._min_masses(shape, rate, num_reqs, context) / self._bias
+        return DraftPlan(shape, tuple(masses.tolist()))
 
     def _worth_trying(self, num_reqs: int) -> list[DraftPlan]:
         """What the present plan teaches nothing about, and may have become better."""
         drafting = self._plan.shape is not None
         tries = [DraftPlan(None)] if drafting else []
         for kind, samples in self._samples.items():
-            unknown = len(samples.drafts) < _MIN_SAMPLES
-            if unknown and drafting:
-                tries += [DraftPlan(samples.shape)] * max(1, _MIN_SAMPLES // num_reqs)
+            if drafting and not samples.are_enough:
+                tries += [DraftPlan(samples.shape)] * max(1, MIN_SAMPLES // num_reqs)
             elif self._best_of_kind.get(kind, 0.0) > _WORTH_TRYING:
                 tries.append(DraftPlan(samples.shape))
         return tries or [DraftPlan(self.limits.chain)]

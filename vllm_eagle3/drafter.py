@@ -55,9 +55,9 @@ class HeadOutput:
 #   lineage: [num_reqs, rows, level], row of each ancestor among the rows of its level;
 #            the last column is the row itself
 Advance = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], HeadOutput]
-# is_enough(scores) -> whether growth may end, given [num_reqs, rows], the cumulative
-#   log-probabilities of the nodes that would be run next
-IsEnough = Callable[[torch.Tensor], bool]
+# is_enough(level, scores) -> whether growth may end after this level, given [num_reqs,
+#   rows], the cumulative log-probabilities of the nodes that would be run next
+IsEnough = Callable[[int, torch.Tensor], bool]
 
 
 def grow(
@@ -101,7 +101,7 @@ def _grow_chain(
             token_ids = to_target_ids[token_ids]
         drafts.append(token_ids)
         scores.append(score)
-        if level == depth or (is_enough is not None and is_enough(score)):
+        if level == depth or (is_enough is not None and is_enough(level, score)):
             break
         output = advance(level, token_ids, output.features, lineage[..., :level])
     return chain(torch.cat(drafts, dim=1), torch.cat(scores, dim=1))
@@ -142,7 +142,7 @@ def _grow_tree(
             break
         # The next frontier: the best children, whoever their parents are.
         frontier_score, child = score.topk(min(shape.top_k, score.shape[1]), dim=1)
-        if is_enough is not None and is_enough(frontier_score):
+        if is_enough is not None and is_enough(level, frontier_score):
             break
         parent_row = child // shape.top_k
         frontier_node = child + num_grown

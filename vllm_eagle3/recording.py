@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .budget import BudgetLimits, DraftPlan, ScoredDrafts
+from .budget import BudgetLimits, DraftPlan, ScoredDrafts, Verdict
 from .drafter import TreeShape
 from .step_cost import StepWork
 
@@ -53,19 +53,14 @@ class RecordingPolicy:
     def observe_step(self, work: StepWork, seconds: float) -> None:
         self._steps.write(json.dumps({**asdict(work), "seconds": seconds}) + "\n")
 
-    def observe_verdict(
-        self,
-        req_id: str,
-        parents: Sequence[int],
-        scores: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
-        record = {
-            "parents": list(parents),
-            "scores": scores.round(4).tolist(),
-            "accepted": np.flatnonzero(accepted).tolist(),
-        }
-        self._drafts.write(json.dumps(record) + "\n")
+    def observe_verdicts(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            record = {
+                "parents": list(verdict.parents),
+                "scores": verdict.scores.round(4).tolist(),
+                "accepted": np.flatnonzero(verdict.accepted).tolist(),
+            }
+            self._drafts.write(json.dumps(record) + "\n")
 
     def forget(self, req_id: str) -> None:
         pass

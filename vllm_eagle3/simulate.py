@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .budget import BudgetLimits, DraftBudget, DraftPlan, Policy, ScoredDrafts
+from .budget import BudgetLimits, DraftBudget, DraftPlan, Policy, ScoredDrafts, Verdict
 from .drafter import TreeShape
 from .recording import ACCEPTANCE, STEPS
 from .step_cost import KNOTS, StepCost, StepWork
@@ -141,13 +141,7 @@ class FixedShape:
     def observe_step(self, work: StepWork, seconds: float) -> None:
         pass
 
-    def observe_verdict(
-        self,
-        req_id: str,
-        parents: Sequence[int],
-        scores: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
+    def observe_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         pass
 
     def forget(self, req_id: str) -> None:
@@ -211,10 +205,13 @@ def simulate(
         places = (places + 1) % len(traces)
         work = _work(plan, chosen, batch, batch * context, levels)
         seconds = curve.seconds(work) * max(1 + curve.noise * rng.normal(), 0.1)
-        for req, draft in enumerate(chosen):
-            policy.observe_verdict(
-                str(req), draft.parents.tolist(), draft.scores, draft.accepted
-            )
+        policy.observe_verdicts(
+            [
+                Verdict(str(req), draft.parents.tolist(), draft.scores, draft.accepted)
+                for req, draft in enumerate(chosen)
+                if len(draft.scores)
+            ]
+        )
         policy.observe_step(work, seconds)
         _count(result, chosen, grown, batch, seconds)
         pending = grown
@@ -268,7 +265,7 @@ def _draft(
     while depth < plan.shape.depth:
         last = [np.exp(d.scores[d.depths == depth]) for d in grown]
         mass = sum(np.sort(c)[::-1][: plan.shape.top_k].sum() for c in last)
-        if mass < plan.min_mass or not mass:
+        if plan.may_end(depth, mass) or not mass:
             break
         depth += 1
     cut = [draft.subset(np.flatnonzero(draft.depths <= depth)) for draft in grown]

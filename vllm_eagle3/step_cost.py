@@ -14,8 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Rows between which the target's cost is interpolated.
-KNOTS = 2.0 ** np.arange(13)  # 1 .. 4096
+# Rows between which the target's cost is interpolated: 1, 2, 3, 4, 6, 8, 16, ... 4096.
+KNOTS = np.sort(np.append(2.0 ** np.arange(13), [3.0, 6.0]))
+# From so many rows on more never cost less. Fewer may: a CPU's products of 2 rows take
+# longer than those of 4, and a budget that does not see it verifies too little.
+_RISING_FROM = 8
 _CONTEXT, _HEAD_PASS, _LEVEL, _HEAD_ROW = range(len(KNOTS), len(KNOTS) + 4)
 _CONTEXT_UNIT = 1000.0  # tokens
 
@@ -23,7 +26,7 @@ _CONTEXT_UNIT = 1000.0  # tokens
 # its output layer beside a target of some tens of layers. Wide, and soon forgotten.
 _PRIOR_MEAN = np.concatenate([1 + KNOTS / 100, [0.02, 0.05, 0.06, 0.002]])
 _COMMON_SD = 0.3  # of everything together
-_KNOT_SD = 0.5  # from one knot to the next
+_KNOT_SD = 0.5  # from some rows to twice as many
 _TERM_SD = (0.02, 0.05, 0.06, 0.004)
 
 _NOISE = 0.1  # of a step's time
@@ -114,8 +117,10 @@ class StepCost:
         """Seconds of steps that differ in their rows and are otherwise alike."""
         assert self.is_known, "asked before enough steps were seen"
         beside = np.array([context / _CONTEXT_UNIT, head_passes, levels, head_rows])
-        # More work never costs less, whatever noise says.
-        target = np.maximum.accumulate(self._mean[: len(KNOTS)])
+        target = self._mean[: len(KNOTS)].copy()
+        rising = target[KNOTS >= _RISING_FROM]
+        np.maximum.accumulate(rising, out=rising)
+        target[KNOTS >= _RISING_FROM] = rising
         extra = np.maximum(self._mean[len(KNOTS) :], 0) @ beside
         return np.interp(rows, KNOTS, target) + extra
 
@@ -143,13 +148,17 @@ class StepCost:
         self._covariance = covariance - np.outer(known, known) / variance
 
 
+def _weights(rows: np.ndarray | float) -> np.ndarray:
+    """What each knot counts for between two of them, [*rows.shape, knots]."""
+    place = np.interp(rows, KNOTS, np.arange(len(KNOTS)))
+    distance = np.abs(np.asarray(place)[..., None] - np.arange(len(KNOTS)))
+    return np.maximum(1 - distance, 0)
+
+
 def _terms(work: StepWork) -> np.ndarray:
     """The coefficients' factors, [terms]: weights of two knots, then counts."""
-    place = np.log2(np.clip(work.rows, KNOTS[0], KNOTS[-1]))
-    low = min(int(place), len(KNOTS) - 2)
-    share = (work.rows - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low])
     terms = np.zeros(len(KNOTS) + 4)
-    terms[low], terms[low + 1] = 1 - share, share
+    terms[: len(KNOTS)] = _weights(work.rows)
     terms[_CONTEXT] = work.context / _CONTEXT_UNIT
     terms[_HEAD_PASS], terms[_LEVEL] = work.head_passes, work.levels
     terms[_HEAD_ROW] = work.head_rows
@@ -158,7 +167,7 @@ def _terms(work: StepWork) -> np.ndarray:
 
 def _prior_covariance() -> np.ndarray:
     """Uncertainty of `_PRIOR_MEAN`: neighbouring knots are alike."""
-    knots = np.arange(len(KNOTS))
+    knots = np.log2(KNOTS)
     walk = _KNOT_SD**2 * (1 + np.minimum.outer(knots, knots))
     covariance = np.diag(np.square(np.concatenate([np.zeros(len(KNOTS)), _TERM_SD])))
     covariance[: len(KNOTS), : len(KNOTS)] = walk

@@ -294,10 +294,12 @@ class Eagle3Proposer(EagleProposer):
 
         Asking costs a device synchronisation, so only the CPU asks.
         """
-        if self.plan is None:
+        plan, asks = self.plan, self.device.type == "cpu"
+        if plan is None:
             return None
-        asks, min_mass = self.device.type == "cpu", self.plan.min_mass * share
-        return lambda scores: asks and float(scores.exp().sum()) < min_mass
+        return lambda level, scores: (
+            asks and plan.may_end(level, float(scores.exp().sum()) / share)
+        )
 
     def _send(
         self, parts: list[list[int]], trees: list[DraftTree]

@@ -20,7 +20,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from ..budget import BudgetLimits, DraftBudget, DraftPlan, Policy
+from ..budget import BudgetLimits, DraftBudget, DraftPlan, Policy, Verdict
 from ..config import read_options
 from ..recording import RecordingPolicy
 from ..step_cost import HeadWork
@@ -197,6 +197,7 @@ class Eagle3Scheduler(Scheduler):
 
     def _learn(self, output: ModelRunnerOutput) -> None:
         """Count which nodes were accepted, and tell the budget."""
+        verdicts = []
         for req_id, drafted in self._scheduled.items():
             index = output.req_id_to_index.get(req_id)
             emitted = [] if index is None else output.sampled_token_ids[index]
@@ -205,13 +206,14 @@ class Eagle3Scheduler(Scheduler):
             # The last token is the target's own.
             path = drafted.accepted(emitted[:-1])
             self.counts.verdict(depths_of(drafted.parents), path)
-            if self.budget is not None and drafted.scores:
+            if drafted.scores:
                 accepted = np.zeros(len(drafted.scores), dtype=bool)
                 accepted[path] = True
-                scores = np.array(drafted.scores)
-                self.budget.policy.observe_verdict(
-                    req_id, drafted.parents, scores, accepted
+                verdicts.append(
+                    Verdict(req_id, drafted.parents, np.array(drafted.scores), accepted)
                 )
+        if self.budget is not None:
+            self.budget.policy.observe_verdicts(verdicts)
 
     def _take_trees(self, drafts: TreeDraftTokenIds) -> DraftTokenIds:
         """Remember each topology; keep of the trees what pays and fits."""
