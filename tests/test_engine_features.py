@@ -26,7 +26,7 @@ from tests.near_ties import differing
 from tests.tree_engine import counter, judged_steps, tree_settings
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 Models = Callable[[str], Path]
 SHAPES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from vllm_eagle3.train.config import TrainConfig
 from vllm_eagle3.train.trainer import Trainer
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 REPLY = 24
 SETTINGS = {
@@ -80,7 +80,13 @@ def _train(replies: list[list[int]], target: Path, out: Path) -> Path:
     return out / "run" / "head"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name == "llama3" else pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
 def test_target_is_trained_for_and_served(
     family: str, engine: EnginePool, tmp_path: Path
 ) -> None:
