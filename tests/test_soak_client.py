@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from vllm_eagle3.soak.client import Answer, ask
+from vllm_eagle3.soak.client import IDLE_CONNECTION_SECONDS, Answer, ask, connect
 from vllm_eagle3.soak.workload import Request
 
 FIELDS = {"model": "m", "temperature": 0.0, "max_tokens": 3}
@@ -136,3 +138,33 @@ def test_failures_are_answers(reply: httpx.Response, status: int, error: str) ->
     assert answer.status == status and error in answer.error
     if error == "Connection error":
         assert answer.choices[0].token_ids == [8]
+
+
+def test_no_request_goes_out_on_a_connection_that_the_server_may_be_closing() -> None:
+    """vLLM closes idle ones after five seconds, and so does httpx left to itself."""
+    served: list[int] = []  # requests of each connection
+    reply = json.dumps(chunk(piece(8), usage=USAGE)).encode()
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(0)
+        with suppress(asyncio.IncompleteReadError):  # the client has closed
+            while True:
+                sent = await reader.readuntil(b"\r\n\r\n")
+                [length] = re.findall(rb"content-length: (\d+)", sent.lower())
+                await reader.readexactly(int(length))
+                served[-1] += 1
+                writer.write(b"%scontent-length: %d\r\n\r\n" % (head, len(reply)))
+                writer.write(reply)
+        writer.close()
+
+    async def ask_again_after_a_rest() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, connect(url) as client:
+            for rest in (0.0, 0.0, IDLE_CONNECTION_SECONDS + 0.2):
+                await asyncio.sleep(rest)
+                assert (await ask(client, WHOLE)).status is None
+
+    asyncio.run(ask_again_after_a_rest())
+    assert served == [2, 1] and IDLE_CONNECTION_SECONDS < 5

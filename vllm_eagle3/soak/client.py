@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai import APIError, AsyncOpenAI
+import httpx
+from openai import APIError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 from vllm_eagle3.soak.workload import Request
 
 REQUEST_SECONDS = 120.0
+# Less than the 5 s after which vLLM closes an idle connection: with as much, a request
+# may be sent on one that the server is just closing, and never arrives.
+IDLE_CONNECTION_SECONDS = 2.0
 # Log-probabilities are keyed by id, since two tokens may have one text.
 _RETURNED = {"return_token_ids": True}
 _TOKEN_ID = "token_id:"
@@ -49,8 +53,13 @@ class Answer:
 
 def connect(url: str) -> AsyncOpenAI:
     """A client of the server at `url`; it never repeats a request by itself."""
+    limits = httpx.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS)
     return AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=REQUEST_SECONDS
+        base_url=f"{url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=REQUEST_SECONDS,
+        http_client=DefaultAsyncHttpxClient(limits=limits),
     )
 
 
@@ -65,6 +74,8 @@ async def ask(client: AsyncOpenAI, request: Request) -> Answer:
     except APIError as error:
         answer.status = getattr(error, "status_code", 0)
         answer.error = f"{type(error).__name__}: {error}"
+        if error.__cause__ is not None:
+            answer.error += f" ({error.__cause__!r})"
     return answer
 
 

@@ -92,12 +92,13 @@ class SoakOptions:
 
     @property
     def num_blocks(self) -> int:
-        """Half of what `concurrency` requests of full length need.
+        """A quarter of what `concurrency` requests of full length need, or two of them.
 
         Small enough that every block is written in the first round, that cached ones
         are evicted, and that bursts preempt.
         """
-        return self.concurrency * MAX_MODEL_LEN // BLOCK_SIZE // 2
+        each = MAX_MODEL_LEN // BLOCK_SIZE
+        return max(2 * each, self.concurrency * each // 4)
 
 
 @dataclass(frozen=True)
