@@ -96,7 +96,7 @@ def _scheduler(handle: EngineHandle) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_full_cache_preempts_and_loses_no_token(
     handle: EngineHandle, plain: list[list[list[int]]]
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_full_cache_preempts_and_loses_no_token(
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_text_does_not_see_a_clock_that_jumps(
     handle: EngineHandle, plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +187,7 @@ def _serve_round(handle: EngineHandle) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_nothing_of_a_request_is_left_when_it_has_ended(handle: EngineHandle) -> None:
     _serve_round(handle)
     elements, objects = _elements_held(handle), _our_objects()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from openai import APIError, AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import APIError, AsyncOpenAI
 
 from vllm_eagle3.soak.workload import Request
 
@@ -54,12 +54,14 @@ class Answer:
 def connect(url: str) -> AsyncOpenAI:
     """A client of the server at `url`; it never repeats a request by itself."""
     limits = httpx.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS)
+    # Releases of openai differ in whose type they declare; all take httpx's.
+    http: Any = httpx.AsyncClient(limits=limits, timeout=REQUEST_SECONDS)
     return AsyncOpenAI(
         base_url=f"{url}/v1",
         api_key="none",
         max_retries=0,
         timeout=REQUEST_SECONDS,
-        http_client=DefaultAsyncHttpxClient(limits=limits),
+        http_client=http,
     )
 
 
