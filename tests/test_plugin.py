@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm_eagle3.integration.patches import PATCHES
+
 Models = Callable[[str], Path]
 
 
@@ -73,11 +75,7 @@ def test_baselines_get_only_their_cpu_fixes() -> None:
     found = run_python(REGISTER, VLLM_EAGLE3="0", VLLM_EAGLE3_CPU_FIXES="1")
     state = {name: active for name, active, _ in found["status"]}
     assert state.pop("vllm_eagle3") is False
-    assert state == {
-        "cpu-expand-batch-to-tokens": True,
-        "cpu-lora-base-rows": True,
-        "cpu-seeded-chunked-prefill": True,
-    }
+    assert state == {patch.name: True for patch in PATCHES if patch.for_baselines}
 
 
 def test_never_raises() -> None:

@@ -30,6 +30,7 @@ def settings(**changed: Any) -> SimpleNamespace:
         "prefill_context_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "use_ubatching": False,
+        "distributed_executor_backend": "uni",
         "data_parallel_size": 1,
         "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
     }
