@@ -54,7 +54,9 @@ def test_mixed_batch_follows_every_request_s_own_law(
     with counted_commits(handle) as commits, counted_draws(handle) as draws:
         worst, drafted = worst_excess(handle, SAMPLES)
     assert drafted > 0
-    assert commits.branches > SAMPLES
+    # Of an exact head the first sampled child is taken, whatever stands beside it, so
+    # only requests whose parameters the head does not know leave the first path.
+    assert commits.branches > SAMPLES // 2
     assert (len(draws) > SAMPLES) == (drafts != "greedy")
     assert worst < LIMIT
 
