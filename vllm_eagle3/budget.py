@@ -373,7 +373,7 @@ class DraftBudget:
         length = self.limits.chain.depth
         self._samples[1].add(
             _continue_chains(expected[:, :length], length, self._continuation),
-            np.tile(np.arange(1, length + 1), (len(expected), 1)),
+            np.broadcast_to(np.arange(1, length + 1), (len(expected), length)),
         )
 
     def _learn_continuation(self, chains: np.ndarray) -> None:
@@ -406,8 +406,9 @@ def _continue_chains(
     chains: np.ndarray, length: int, continuation: float
 ) -> np.ndarray:
     """Chains that ended early as they would go on, [num_reqs, length]."""
-    chains = np.pad(chains, ((0, 0), (0, length - chains.shape[1])))
+    continued = np.zeros((len(chains), length))
+    continued[:, : chains.shape[1]] = chains
     for depth in range(1, length):
-        missing = chains[:, depth] == 0
-        chains[missing, depth] = chains[missing, depth - 1] * continuation
-    return chains
+        above, here = continued[:, depth - 1], continued[:, depth]
+        np.copyto(here, continuation * above, where=here == 0)
+    return continued

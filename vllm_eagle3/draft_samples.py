@@ -37,14 +37,15 @@ class DraftSamples:
 
     def add(self, probabilities: np.ndarray, depths: np.ndarray) -> None:
         """Remember drafts, [num_drafts, up to num_nodes]; probability 0 is padding."""
-        width = self.shape.num_nodes - probabilities.shape[1]
-        size = len(self._depths)
+        size, width = len(self._depths), probabilities.shape[1]
+        new = min(len(probabilities), size)
         for values, memory in (
             (probabilities, self._probabilities),
             (depths, self._depths),
         ):
-            new = np.pad(values, ((0, 0), (0, width)))[-size:]
-            memory[:] = np.concatenate([memory, new])[-size:]
+            memory[: size - new] = memory[new:]
+            memory[size - new :] = 0
+            memory[size - new :, :width] = values[-new:]
         self._count += len(probabilities)
 
     def replay(
@@ -71,8 +72,9 @@ class DraftSamples:
             here = np.where(depths == level, probabilities, 0)
             grown[self._mass(here, num_reqs) < min_masses[level - 1]] = level
         values = np.where(depths <= grown[:, None], probabilities, 0)
-        best = -np.sort(-values, axis=1)
-        return np.pad(best.cumsum(axis=1), ((0, 0), (1, 0))), grown
+        gains = np.zeros((steps, values.shape[1] + 1))
+        np.cumsum(-np.sort(-values, axis=1), axis=1, out=gains[:, 1:])
+        return gains, grown
 
     def _mass(self, level: np.ndarray, num_reqs: int) -> np.ndarray:
         """Sum over the requests' best nodes of a level, as many as grow on, [steps]."""
