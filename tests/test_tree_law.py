@@ -56,7 +56,8 @@ def test_mixed_batch_follows_every_request_s_own_law(
     assert drafted > 0
     # Of an exact head the first sampled child is taken, whatever stands beside it, so
     # only requests whose parameters the head does not know leave the first path.
-    assert commits.branches > SAMPLES // 2
+    seldom = head == "h4" and drafts != "greedy"
+    assert commits.branches > (SAMPLES // 8 if seldom else SAMPLES // 2)
     assert (len(draws) > SAMPLES) == (drafts != "greedy")
     assert worst < LIMIT
 
