@@ -174,4 +174,5 @@ def test_baselines_get_what_keeps_their_text_right_and_no_more():
         "cpu-expand-batch-to-tokens",
         "cpu-seeded-chunked-prefill",
         "cpu-lora-base-rows",
+        "cpu-uneven-exchange",
     }

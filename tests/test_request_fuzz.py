@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.engine_run import EngineHandle, EnginePool, llm_settings
@@ -19,7 +19,7 @@ from tests.replies import Reply, replies
 from tests.tree_engine import counter, tree_settings
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 5},
@@ -166,6 +166,8 @@ def test_replies_are_those_of_a_roomy_engine_without_speculation(
         max_examples=50,
         deadline=None,
         derandomize=True,
+        # A smaller example would take an engine some hundred runs.
+        phases=[Phase.generate],
         database=None,
         suppress_health_check=list(HealthCheck),
     )

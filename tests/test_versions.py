@@ -132,7 +132,9 @@ def test_falling_back_twice_is_falling_back_once(
     from vllm_eagle3.integration.engine_config import prepare
 
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(worker_cls="vllm's own"),
+        parallel_config=SimpleNamespace(
+            worker_cls="vllm's own", distributed_executor_backend=None
+        ),
         speculative_config=SimpleNamespace(num_speculative_tokens=16),
         additional_config={"vllm_eagle3": {"shape": "tree", "depth": 6}},
     )
