@@ -43,8 +43,8 @@ def install() -> None:
         finally:
             _fields.reset(token)
 
-    def compose_draft_hf_overrides(target_overrides: Any) -> Any:
-        stock, fields = compose(target_overrides), _fields.get()
+    def compose_draft_hf_overrides(*args: Any, **kwargs: Any) -> Any:
+        stock, fields = compose(*args, **kwargs), _fields.get()
         return stock if fields is None else partial(apply_fields, fields, stock)
 
     SpeculativeConfig.__post_init__ = __post_init__
