@@ -36,11 +36,11 @@ class OpenAIServer:
             AsyncEngineArgs.from_cli_args(arguments)
         )
         tasks = await self.engine.get_supported_tasks()
-        self.app = build_app(arguments, tasks, self.engine.model_config)
-        await init_app_state(self.engine, self.app.state, arguments, tasks)
+        self.vllm_app = build_app(arguments, tasks, self.engine.model_config)
+        await init_app_state(self.engine, self.vllm_app.state, arguments, tasks)
 
     def __serve_build_asgi_app__(self) -> Any:
-        return self.app
+        return self.vllm_app
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica whose engine has died."""
