@@ -226,10 +226,9 @@ class DraftBudget:
         self._evaluated_at = (self._steps, num_reqs)
         # Where it pays to end growth depends on the rate, which depends on that end.
         plain = self._rate(None, num_reqs, context, 0.0)
+        rate = max(plain, num_reqs * self._best_rate)
         rates = {
-            shape: self._rate(
-                shape, num_reqs, context, max(plain, num_reqs * self._best_rate)
-            )
+            shape: self._rate(shape, num_reqs, context, rate)
             for shape in self._candidates()
         }
         best, present = self._best(rates), self._plan.shape

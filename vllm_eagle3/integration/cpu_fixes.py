@@ -29,10 +29,9 @@ def is_cpu() -> bool:
 
 def runs_on_cpu() -> bool:
     """True when vLLM runs on a CPU and replaces its Triton kernels by C++ ones."""
-    from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    return current_platform.is_cpu() and not HAS_TRITON
+    return is_cpu() and not HAS_TRITON
 
 
 def expansion_broken() -> bool:
