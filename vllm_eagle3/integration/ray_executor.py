@@ -10,6 +10,7 @@ names no Ray resource; a worker then takes one CPU of the cluster.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,14 +21,25 @@ from vllm.platforms import current_platform
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
+from vllm_eagle3.fork_affinity import keep_affinity_over_forks
+
 from . import ray_cluster
 
 # Read by libraries when a process starts, so later settings of vLLM come too late.
 START_VARIABLES = ("LD_PRELOAD", "OMP_NUM_THREADS", "KMP_BLOCKTIME", "KMP_TPAUSE")
 
+# What a cluster that we start gives its workers; Ray's own 15 is for background work.
+NICENESS_VARIABLE = "RAY_worker_niceness"
+
+logger = logging.getLogger("vllm.vllm_eagle3")
+
 
 class RayCPUWorkerProc(RayWorkerProc):
     """A worker without devices: Ray has no ids to hand out."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        _take_usual_priority()  # first, for threads inherit it
+        super().__init__(*args, **kwargs)
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         return ray.get_runtime_context().get_node_id(), [0]
@@ -40,6 +52,8 @@ class RayExecutor(RayExecutorV2):
 
     def _init_executor(self) -> None:
         if not ray.is_initialized():
+            keep_affinity_over_forks()
+            os.environ.setdefault(NICENESS_VARIABLE, "0")
             ray.init(runtime_env=self.parallel_config.ray_runtime_env)
         # One that was given, as under Ray Serve, is not ours to count or to remove.
         self._own_placement = not (
@@ -77,6 +91,20 @@ class RayExecutor(RayExecutorV2):
             # The bundle that holds the actor has taken the CPU.
             return {"num_gpus": 0}
         return RayExecutorV2._get_actor_resource_kwargs()
+
+
+def _take_usual_priority() -> None:
+    """Undo Ray's niceness: the engine core polls, and would take the worker's CPU."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    except PermissionError:
+        logger.warning(
+            "vllm_eagle3: this worker runs at niceness %d, as Ray started it, and may"
+            " not change it: slow where the engine shares its CPUs; start Ray's nodes"
+            " with %s=0",
+            os.getpriority(os.PRIO_PROCESS, 0),
+            NICENESS_VARIABLE,
+        )
 
 
 @contextmanager
