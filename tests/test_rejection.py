@@ -72,6 +72,23 @@ def test_without_drafts_the_target_is_sampled() -> None:
     assert verdict.nodes.shape == (1, 0)
 
 
+def test_a_request_without_drafts_beside_one_that_has_some() -> None:
+    """Its padding is -1, which no index may ever be (on a GPU it kills the engine)."""
+    verdict = reject_tree(
+        DraftTree(
+            torch.tensor([[1, 2], [-1, -1]]),
+            torch.tensor([[ROOT, 0], [ROOT, ROOT]]),
+            torch.zeros(2, 2),
+        ),
+        torch.tensor([2, 0]),
+        torch.tensor([P, P]),
+        torch.tensor([[*Q, *Q], [*Q, *Q]]),
+        VerifyNoise(torch.full((2, 2), 0.999), torch.tensor([0.1, 0.7])),
+    )
+    assert verdict.token_ids.tolist() == [[0], [1]]
+    assert verdict.num_accepted.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2**-24, 1.0])
 def test_a_token_without_probability_is_never_emitted(uniform: float) -> None:
     p = [[0.0, 0.5, 0.0, 0.5, 0.0]] * 3

@@ -107,7 +107,8 @@ def _judge_siblings(
     for turn in range(1, int(siblings.sum(1).max()) + 1):
         is_next = siblings & (place == turn)
         child = is_next.int().argmax(1)
-        token = token_ids[reqs, child]
+        # Of a tree without a further child this reads padding, which may be -1.
+        token = token_ids[reqs, child].clamp(min=0)
         p_token, q_token = p[reqs, token], q[reqs, token]
         judged = is_next.any(1) & (accepted < 0) & (q_token > 0)
         # Strict, so that a token of probability 0 is refused whatever the noise.
