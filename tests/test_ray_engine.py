@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -91,6 +92,16 @@ def describe_actor(worker: Any) -> tuple[str, str, bool]:
     hooks = {status.name: status.active for status in plugin._status}
     node = ray.get_runtime_context().get_node_id()
     return node, type(worker.worker).__name__, hooks["engine hooks"]
+
+
+def test_actors_have_the_priority_of_the_engine(two_ranks: EngineHandle) -> None:
+    """Ray starts workers at niceness 15, where a polling engine takes their CPUs."""
+    niceness = two_ranks.llm.collective_rpc(niceness_of_actor)
+    assert niceness == [os.getpriority(os.PRIO_PROCESS, 0)] * 2
+
+
+def niceness_of_actor(worker: Any) -> int:
+    return os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_a_killed_worker_ends_the_engine_in_bounded_time(
