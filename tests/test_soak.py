@@ -259,6 +259,22 @@ def test_each_fault_fails_its_check_alone(fault: str) -> None:
     assert failed == [name]
 
 
+def with_hits(*rates: int) -> list[Round]:
+    return [replace(ONE, counters=counters(cache_hits=rate)) for rate in rates]
+
+
+def test_cache_hits_may_differ_by_what_rounds_differ_by() -> None:
+    """A measured soak of rounds of 50, and one that decays."""
+    steady = with_hits(319, 350, 345, 355, 319, 335)
+    assert checks.cache_hits_are_steady(steady).ok
+    assert not checks.cache_hits_are_steady(with_hits(*[350] * 4, 310, 312)).ok
+
+
+def test_every_prompt_of_known_law_has_its_turn() -> None:
+    laws = [request.law for request in catalogue(SOURCE, 50) if request.kind == "law"]
+    assert set(laws) == {0, 1}
+
+
 def test_a_dead_server_fails() -> None:
     failed = [c.name for c in checks.check_all([ONE] * 3, {}, False) if not c.ok]
     assert failed == ["server"]

@@ -225,9 +225,14 @@ def catalogue(source: Source, size: int, seed: int = 0) -> list[Request]:
     """
     if size < MIN_DISTINCT:
         raise ValueError(f"size: got {size}, want at least {MIN_DISTINCT}")
-    random = Random(seed)
+    random, laws = Random(seed), cycle(range(LAW_PROMPTS))
     return [
-        _request(number, kind, _Draw(source, random))
+        _request(
+            number,
+            kind,
+            _Draw(source, random),
+            law=next(laws) if kind == "law" else None,
+        )
         for number, kind in enumerate(
             islice(cycle(_order(bool(source.adapters))), size)
         )
@@ -245,11 +250,9 @@ def _order(with_adapters: bool) -> list[str]:
     ]
 
 
-def _request(number: int, kind: str, draw: _Draw) -> Request:
+def _request(number: int, kind: str, draw: _Draw, law: int | None) -> Request:
     fields = _KINDS[kind][1](draw)
-    law = None
-    if kind == "law":
-        law = draw.random.randrange(LAW_PROMPTS)
+    if law is not None:
         fields["prompt"] = draw.source.law_prompt(law)
     return Request(
         number,
