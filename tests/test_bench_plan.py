@@ -83,6 +83,19 @@ def test_kv_cache_holds_the_largest_batch(
     assert plan.environ(plan.methods[0])["VLLM_CPU_KVCACHE_SPACE"] == "11"
 
 
+def test_kv_cache_has_room_for_the_scratch_blocks_of_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the embedded target at 64 requests take 1.5 GiB: more than the base."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    options = fake_options(tmp_path, batch="64", methods="ours:auto")
+    config = Path(options.target) / "config.json"
+    fields = {"max_position_embeddings": CONTEXT, "num_attention_heads": 9}
+    fields |= {"num_hidden_layers": 30, "num_key_value_heads": 3, "hidden_size": 576}
+    config.write_text(json.dumps({"model_type": "llama", **fields}))
+    assert make_plan(options).kv_cache_gib() == 2 + 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

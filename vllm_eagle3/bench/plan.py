@@ -96,13 +96,20 @@ class BenchPlan:
         return worker_environ(method, mode, kv_cache_gib=self.kv_cache_gib())
 
     def kv_cache_gib(self) -> int:
-        """A KV cache that holds the largest batch: nobody is to be preempted."""
+        """A KV cache that holds the largest batch: nobody is to be preempted.
+
+        With room for the scratch blocks of trees, which are taken from it too: at most
+        64 branches a request and 256 in all (`integration/scratch.py`).
+        """
         most = max(
             sum(len(self.prompt_ids[prompt]) for prompt in batch.prompts)
             + len(batch.prompts) * (self.options.max_tokens + _BLOCK_TOKENS)
             for setting in self.settings
             for batch in self.batches(setting)
         )
+        if any(method.is_ours for method in self.methods):
+            requests = max(setting.batch_size for setting in self.settings)
+            most += min(64 * requests, 256) * 2 * _BLOCK_TOKENS
         config = _target_config(self.target)
         heads = config.get("num_attention_heads", 0)
         width = config.get("head_dim") or config.get("hidden_size", 0) // max(heads, 1)
