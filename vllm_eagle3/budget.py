@@ -26,7 +26,7 @@ from .acceptance_model import AcceptanceModel
 from .config import AUTO_CHAIN
 from .draft_samples import MIN_SAMPLES, DraftSamples
 from .drafter import TreeShape
-from .step_cost import StepCost, StepWork
+from .step_cost import KNOTS, StepCost, StepWork
 
 # A new way must promise this much more than the present one; and drafting more than no
 # drafting, which is what is known best and never worse than the engine alone.
@@ -37,7 +37,14 @@ EXPLORATION = 0.005
 _WORTH_TRYING = 0.8  # in parts of the best rate
 _MAX_BACKOFF = 16
 _EVALUATE_EVERY = 8  # steps
+_EVALUATE_PLAIN_EVERY = 32  # nothing is learnt of drafts meanwhile
 _FIRST_CONTINUATION = 0.5
+# Plain steps in a row: the first of them still verifies drafts of the step before.
+_PLAIN_TRY = 3
+# Plain steps that are seen at a batch size before anything is drafted there. What a
+# step without drafts takes is what all else is compared with; inferred from steps that
+# drafted, it was overestimated, and nothing then showed the error.
+_PLAIN_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -150,10 +157,13 @@ class DraftBudget:
         self._backoff = 1
         self._next_try = 0
         self._tries: list[DraftPlan] = []
+        self._plain_steps = np.zeros(len(KNOTS), dtype=int)  # seen, by rows
 
     def observe_step(self, work: StepWork, seconds: float) -> None:
         """Learn from the duration of a step that prefilled nothing."""
         self.cost.observe(work, seconds)
+        if work.head_passes == self._plain_passes and not work.levels:
+            self._plain_steps[_nearest_knot(work.rows)] += 1
         if work.head_passes and work.levels:
             self._levels += 0.1 * (work.levels - self._levels)
 
@@ -203,7 +213,10 @@ class DraftBudget:
         self._steps += 1
         if not self.cost.is_known or not self._samples[1].are_enough:
             # In turn, so that the cost of both is seen.
-            return DraftPlan(self.limits.chain if self._steps % 2 else None)
+            drafting = self._steps % (2 * _PLAIN_TRY) < _PLAIN_TRY
+            return DraftPlan(self.limits.chain if drafting else None)
+        if self._plain_steps[_nearest_knot(num_reqs)] < _PLAIN_STEPS:
+            return DraftPlan(None)
         self._consider(num_reqs, context)
         if not self._tries and self._steps >= self._next_try:
             self._tries = self._worth_trying(num_reqs)
@@ -221,7 +234,8 @@ class DraftBudget:
     def _consider(self, num_reqs: int, context: int) -> None:
         """Look for a better plan, now and then and when the batch has changed."""
         step, before = self._evaluated_at
-        if num_reqs == before and self._steps - step < _EVALUATE_EVERY:
+        every = _EVALUATE_EVERY if self._plan.shape else _EVALUATE_PLAIN_EVERY
+        if num_reqs == before and self._steps - step < every:
             return
         self._evaluated_at = (self._steps, num_reqs)
         # Where it pays to end growth depends on the rate, which depends on that end.
@@ -286,7 +300,7 @@ class DraftBudget:
     ) -> np.ndarray:
         """Seconds of steps with `rows` rows that draft by `plan`."""
         if plan.shape is None:
-            passes = 0 if self.limits.head_waits else 1
+            passes = self._plain_passes
             head_rows = num_reqs * passes
             return self.cost.seconds(
                 rows, context=context, head_passes=passes, head_rows=head_rows
@@ -299,6 +313,11 @@ class DraftBudget:
         return np.asarray(rows) * per_row + self.cost.seconds(
             rows, context=context, head_passes=1, levels=levels, head_rows=level_rows
         )
+
+    @property
+    def _plain_passes(self) -> int:
+        """First passes of the head in a step that drafts nothing."""
+        return 0 if self.limits.head_waits else 1
 
     def _level(self, shape: TreeShape, num_reqs: int) -> float:
         """Seconds of growing one level further."""
@@ -333,10 +352,10 @@ class DraftBudget:
     def _worth_trying(self, num_reqs: int) -> list[DraftPlan]:
         """What the present plan teaches nothing about, and may have become better."""
         drafting = self._plan.shape is not None
-        tries = [DraftPlan(None)] if drafting else []
+        tries = [DraftPlan(None)] * _PLAIN_TRY if drafting else []
         for kind, samples in self._samples.items():
             if drafting and not samples.are_enough:
-                tries += [DraftPlan(samples.shape)] * max(1, MIN_SAMPLES // num_reqs)
+                tries += [DraftPlan(samples.shape)] * -(-MIN_SAMPLES // num_reqs)
             elif self._best_of_kind.get(kind, 0.0) > _WORTH_TRYING:
                 tries.append(DraftPlan(samples.shape))
         return tries or [DraftPlan(self.limits.chain)]
@@ -381,6 +400,10 @@ class DraftBudget:
         if parents > 0:
             ratio = chains[:, 1:].sum() / parents
             self._continuation += 0.05 * (ratio - self._continuation)
+
+
+def _nearest_knot(rows: int) -> int:
+    return int(np.abs(KNOTS - rows).argmin())
 
 
 def _kind(shape: TreeShape | None) -> int:

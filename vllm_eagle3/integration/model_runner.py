@@ -38,7 +38,13 @@ from .head_waits import head_may_wait
 from .proposer import Eagle3Proposer
 from .ranks import ranks_of_target
 from .run_attention import RunAttention
-from .sampler import SampledWalk, as_output, match_by_argmax, takes_plain_argmax
+from .sampler import (
+    SampledWalk,
+    argmax_of_roots,
+    as_output,
+    match_by_argmax,
+    takes_plain_argmax,
+)
 from .scheduler import TreeDraftTokenIds
 from .scratch import add_blocks, require_room, scratch_blocks, scratch_branches
 from .step_timer import StepTimer
@@ -201,10 +207,12 @@ class Eagle3Runner(GPUModelRunner):
             output = super()._sample(logits, spec_decode_metadata)
             return self.ranks.settle_tokens(output)
         self.input_batch.update_async_output_token_ids()
+        sampling = self.input_batch.sampling_metadata
+        if not spec_decode_metadata.max_spec_len and takes_plain_argmax(sampling):
+            return self.ranks.settle_tokens(argmax_of_roots(logits))
         trees = {r: torch.from_numpy(tree) for r, tree in self.trees.items()}
         drafts = read_drafts(spec_decode_metadata, trees, logits.shape[0])
         self.ranks.compare("trees", drafts.token_ids, drafts.parents)
-        sampling = self.input_batch.sampling_metadata
         logprobs = None
         if takes_plain_argmax(sampling):
             verdict = match_by_argmax(logits, drafts)

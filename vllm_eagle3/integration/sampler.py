@@ -67,6 +67,11 @@ def match_by_argmax(logits: torch.Tensor, drafts: Drafts) -> Verdict:
     return match_tree(drafts.token_ids, drafts.parents, drafts.num_nodes, target_tokens)
 
 
+def argmax_of_roots(logits: torch.Tensor) -> SamplerOutput:
+    """A greedy step without drafts: [num_reqs, vocab] -> one token each."""
+    return SamplerOutput(argmax(logits)[:, None].to(torch.int32), None)
+
+
 class SampledWalk:
     """What the target says, with its own sampler, at the nodes that walks come to.
 
