@@ -152,6 +152,19 @@ def test_drafting_stays_on_where_it_pays_and_off_where_not() -> None:
     assert sum(plan.shape is not None for plan in costs[40:]) < 5
 
 
+def test_plain_steps_are_seen_before_anything_is_drafted_at_a_batch_size() -> None:
+    """Else their cost is inferred from steps that drafted, and nothing corrects it."""
+    budget = DraftBudget(CHAINS)
+    run(budget, 0.1, 1, 60, confidence=0.7)
+    assert budget.plan(1, 0).shape is not None
+    first = []
+    for _ in range(4):
+        first.append(budget.plan(8, 0))
+        budget.observe_step(StepWork(8), seconds_of(StepWork(8), 0.1))
+    assert first == [DraftPlan(None)] * 4
+    assert budget.plan(8, 0).shape is not None
+
+
 def test_what_does_not_pay_is_tried_at_growing_intervals() -> None:
     plans = run(DraftBudget(CHAINS), 8.0, 16, 3000, confidence=0.5)
     tried = np.flatnonzero([plan.shape is not None for plan in plans])
