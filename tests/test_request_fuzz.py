@@ -197,4 +197,6 @@ def test_replies_are_those_of_a_roomy_engine_without_speculation(
     any_batch()
     assert counter(handle, "vllm:num_preemptions") > 0
     assert counter(handle, "vllm:prefix_cache_hits") > 0
-    assert counter(handle, "vllm:spec_decode_num_accepted_tokens") > 200
+    # The budget looks at plain steps at every batch size first.
+    fewest = 50 if shape == "auto" else 200
+    assert counter(handle, "vllm:spec_decode_num_accepted_tokens") > fewest
