@@ -28,7 +28,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cached prompts": ({"enable_prefix_caching": True}, {}),
     "preempted": ({"num_gpu_blocks_override": 40}, {}),
     "log-probabilities": ({}, {"logprobs": 2}),
-    "limits of sampling": ({}, {"repetition_penalty": 1.0, "min_p": 0.05, "top_p": 0.99}),
+    "top-p and min-p": ({}, {"min_p": 0.05, "top_p": 0.99}),
 }
 # Requests differ by how many of their last drafts are cut off at their end.
 TOLERANCE = 0.01
