@@ -4,13 +4,14 @@
 
 One engine for each method, in processes of their own, take turns; the medians and the
 overhead over the first method are printed. A head's cache entry depends on the token
-behind it, so with speculation the last full block is computed again: small blocks keep
-that short.
+behind it, so with speculation the last cached token is computed again. Drafts are made
+after the token has been sent: `--pause 0` sends the next request while that goes on.
 """
 
 import argparse
 import statistics
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=500, help="of the prompt")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument(
+        "--pause", type=float, default=0.1, help="seconds before each request"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="start without compiling")
     arguments = parser.parse_args()
@@ -66,6 +70,7 @@ def main() -> None:
                 worker.generate([prompt], ONE_TOKEN)
         for _ in range(arguments.repeats):
             for name, worker in workers.items():
+                time.sleep(arguments.pause)
                 seconds[name].append(worker.generate([prompt], ONE_TOKEN).seconds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     base = medians[methods[0].name]

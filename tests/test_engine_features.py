@@ -77,7 +77,7 @@ def cached(
     return engine("f1", "h1", **CACHED, **SHAPES[request.param])
 
 
-def test_cache_hits_are_those_of_a_plain_engine_less_a_block(
+def test_cache_hits_are_those_of_a_plain_engine_less_a_token(
     cached: EngineHandle, plain: tuple[list[Run], list[int]]
 ) -> None:
     references, wanted = plain
@@ -86,11 +86,13 @@ def test_cache_hits_are_those_of_a_plain_engine_less_a_block(
         assert not differing(reference, run.token_ids)
     for want, got in zip(wanted[1:], hits[1:], strict=True):
         assert want > 0
-        assert want - BLOCK * len(TWICE) <= got <= want
+        # More where a prompt ends with its block, of which only one token is computed.
+        assert want - len(TWICE) <= got <= want + (BLOCK - 1) * len(TWICE)
     # What the head reads of the cache is as good as what it computed.
+    # The texts are the same, so accepted drafts say in how many steps they came.
     first, last = runs[0], runs[-1]
     assert first.accepted > 0
-    assert last.accepted / last.drafted > 0.95 * first.accepted / first.drafted
+    assert last.accepted > 0.95 * first.accepted
 
 
 def test_aborted_requests_leave_their_neighbours_alone(

@@ -37,10 +37,11 @@ def _generate(
 
     def recording() -> Any:
         """Called after a step; later its blocks may be another request's."""
+        drafts = take()  # the head runs here
         for req_id in runner.input_batch.req_ids:
             blocks = list(runner.requests[req_id].block_ids[0])
             cached[req_id] = {n: x.kv_cache[blocks] for n, x in layers.items()}
-        return take()
+        return drafts
 
     runner.take_draft_token_ids = recording
     try:

@@ -7,11 +7,15 @@ One step of a request with a tree, on top of vLLM's:
     _sample                   the walk down the tree; accepted KV moves into place
     propose_draft_token_ids   accepted rows move to the front, as if from a chain
     take_draft_token_ids      new trees go to the scheduler with their parents
+
+On a CPU drafts are grown when they are taken, not when they are proposed: the step's
+tokens have gone to their readers by then.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,6 +33,7 @@ from ..config import read_options
 from ..step_cost import HeadWork
 from ..tree_runs import batch_trees, blocks_per_branch, num_branches
 from ..verify import Verdict
+from .block_copies import BlockCopies
 from .capture import Capture
 from .draft_sampling import random_stream
 from .drafts import Drafts, read_drafts
@@ -79,8 +84,23 @@ class Eagle3Runner(GPUModelRunner):
         self.timer = StepTimer(self.device)
         # Nobody takes the times of steps whose drafts stay with the workers.
         self.timer.is_on = not self.use_async_scheduling
+        self._block_copies: BlockCopies | None = None
+        self._drafts_when_taken = self._can_draft_when_taken()
+        self._draft_later: Callable[[], None] | None = None
         # Who records states (see `capture`), if anyone does.
         self.capture: Capture | None = None
+
+    def _can_draft_when_taken(self) -> bool:
+        """Whether drafts are taken after every step, and a device is not kept waiting.
+
+        A KV connector is told that the step has ended once its tokens are there.
+        """
+        return (
+            self.device.type == "cpu"
+            and not self.use_async_scheduling
+            and self.parallel_config.pipeline_parallel_size == 1
+            and self.vllm_config.kv_transfer_config is None
+        )
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
@@ -149,11 +169,24 @@ class Eagle3Runner(GPUModelRunner):
             return super().execute_model(*args, **kwargs)
 
     def _update_states(self, scheduler_output: Any) -> Any:
+        self._draft_what_waits()
         self.drafter.work = HeadWork()
+        copies = scheduler_output.kv_cache_block_copies
         # Requests that leave the batch take their rows' places with them.
-        if self.backlog.req_ids - scheduler_output.num_scheduled_tokens.keys():
+        leaving = self.backlog.req_ids - scheduler_output.num_scheduled_tokens.keys()
+        if leaving or copies:
             self.backlog.catch_up(self.input_batch)
+        if copies and (self.tree_shape is not None or self.device.type == "cpu"):
+            # vLLM's own copies know nothing of scratch blocks, and are slow on a CPU.
+            self._copy_blocks(copies)
+            scheduler_output.kv_cache_block_copies = None
         return super()._update_states(scheduler_output)
+
+    def _copy_blocks(self, copies: list[Any]) -> None:
+        source, target = torch.tensor(copies, device=self.device).T
+        if self._block_copies is None:
+            self._block_copies = BlockCopies(self.kv_caches)
+        self._block_copies.copy(source, target)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
@@ -259,9 +292,51 @@ class Eagle3Runner(GPUModelRunner):
             }
         )
 
-    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
-        with self.timer.part("draft"):
-            return self._propose(*args, **kwargs)
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        *others: Any,
+    ) -> Any:
+        if self.capture is not None and aux_hidden_states is not None:
+            num_reqs = self.input_batch.num_reqs
+            self.capture.add(
+                self.input_batch.req_ids,
+                self.query_start_loc.np[: num_reqs + 1],
+                hidden_states,
+                aux_hidden_states,
+            )
+
+        def propose() -> Any:
+            with self.timer.part("draft"):
+                return self._propose(
+                    scheduler_output,
+                    sampled_token_ids,
+                    sampling_metadata,
+                    hidden_states,
+                    sample_hidden_states,
+                    aux_hidden_states,
+                    *others,
+                )
+
+        if not self._drafts_when_taken:
+            return propose()
+
+        def propose_and_keep() -> None:
+            self._draft_token_ids = propose()
+            self._copy_draft_token_ids_to_cpu(scheduler_output)
+
+        self._draft_later = propose_and_keep
+        return []
+
+    def _draft_what_waits(self) -> None:
+        if self._draft_later is not None:
+            draft, self._draft_later = self._draft_later, None
+            draft()
 
     def _propose(
         self,
@@ -275,14 +350,6 @@ class Eagle3Runner(GPUModelRunner):
         common_attn_metadata: Any,
         *others: Any,
     ) -> Any:
-        if self.capture is not None and aux_hidden_states is not None:
-            num_reqs = self.input_batch.num_reqs
-            self.capture.add(
-                self.input_batch.req_ids,
-                self.query_start_loc.np[: num_reqs + 1],
-                hidden_states,
-                aux_hidden_states,
-            )
         if self.tree_attention is not None and self.tree_attention.batch is not None:
             aux_hidden_states = self._straighten(aux_hidden_states)
             self.tree_attention.leave()
@@ -360,6 +427,7 @@ class Eagle3Runner(GPUModelRunner):
         return straight
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
+        self._draft_what_waits()
         drafts, drafter = super().take_draft_token_ids(), self.drafter
         if drafts is None:
             return None

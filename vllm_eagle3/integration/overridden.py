@@ -26,6 +26,7 @@ RUNNER = (
     f"{_RUNNER}.initialize_kv_cache_tensors",
     f"{_RUNNER}._prepare_inputs",
     f"{_RUNNER}._build_attention_metadata",
+    f"{_RUNNER}._copy_draft_token_ids_to_cpu",
     f"{_RUNNER}._input_fits_in_drafter",
     f"{_RUNNER}.reload_weights",
     "vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__",
@@ -38,11 +39,13 @@ RUNNER = (
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
     "vllm.v1.worker.utils:allocate_kv_cache",
+    "vllm.v1.worker.utils:copy_kv_cache_blocks_inplace",
     "vllm.v1.sample.sampler:Sampler.sample",
     "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",
 )
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_KV_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 SCHEDULER = (
     f"{_SCHEDULER}.__init__",
     f"{_SCHEDULER}.schedule",
@@ -51,6 +54,13 @@ SCHEDULER = (
     f"{_SCHEDULER}.add_request",
     f"{_SCHEDULER}.make_stats",
     f"{_SCHEDULER}._free_request",
+    f"{_SCHEDULER}._get_local_prefix_cache_hit",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.prefix_cache_lookup_enabled",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks",
+    "vllm.v1.core.block_pool:BlockPool.get_cached_block",
+    f"{_KV_MANAGER}.get_num_blocks_to_allocate",
+    f"{_KV_MANAGER}.add_local_computed_blocks",
+    f"{_KV_MANAGER}.allocate_new_blocks",
 )
 
 METRICS = (

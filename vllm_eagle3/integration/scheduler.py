@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
@@ -27,6 +28,7 @@ from ..step_cost import HeadWork
 from ..tree_runs import num_branches
 from .head_waits import head_may_wait
 from .metrics import DraftingStats, StepCounts
+from .prefix_hits import PrefixHits
 from .request_options import node_limit
 from .scratch import scratch_branches
 from .step_budget import StepBudget, depths_of
@@ -114,6 +116,7 @@ class Eagle3Scheduler(Scheduler):
             # A full table turns off the padding of resumed requests with empty drafts,
             # which is meant for graphs of one shape and costs rows here.
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (max_num_seqs + 1)
+        self.prefix_hits = PrefixHits(self)
         self.counts = StepCounts()
         self._most_nodes: dict[str, int] = {}  # of each request, as it asked
         self._drafted: dict[str, _Drafted] = {}  # waits for its step
@@ -136,6 +139,12 @@ class Eagle3Scheduler(Scheduler):
         if self.budget is not None and output.num_scheduled_tokens:
             output.draft_plan = self._plan(self.budget, output)
         return output
+
+    def _get_local_prefix_cache_hit(
+        self, request: Request
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        blocks, num_tokens, *others = super()._get_local_prefix_cache_hit(request)
+        return *self.prefix_hits.lengthen(request, blocks, num_tokens), *others
 
     def make_stats(
         self,
