@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from vllm_eagle3.drafter import TreeShape
-from vllm_eagle3.integration.scratch import (
+from vllm_eagle3.scratch import (
     MAX_BRANCHES,
     require_room,
     scratch_blocks,

@@ -12,9 +12,11 @@ from vllm_eagle3 import embedded
 from vllm_eagle3.bench.launch import KV_CACHE_GIB, worker_environ
 from vllm_eagle3.bench.methods import Method, parse_methods, with_controls
 from vllm_eagle3.bench.workload import PromptBatch, make_batches, task_names
+from vllm_eagle3.config import KEY, read_options
 from vllm_eagle3.embedded import resolve_head, resolve_target
 from vllm_eagle3.engine import EngineMode, EngineSpec, Sampling
 from vllm_eagle3.prompts import Prompt, first_turn_ids, read_prompts
+from vllm_eagle3.scratch import scratch_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,8 +100,7 @@ class BenchPlan:
     def kv_cache_gib(self) -> int:
         """A KV cache that holds the largest batch: nobody is to be preempted.
 
-        With room for the scratch blocks of trees, which are taken from it too: at most
-        64 branches a request and 256 in all (`integration/scratch.py`).
+        With room for the scratch blocks of trees, which are taken from it too.
         """
         most = max(
             sum(len(self.prompt_ids[prompt]) for prompt in batch.prompts)
@@ -107,9 +108,8 @@ class BenchPlan:
             for setting in self.settings
             for batch in self.batches(setting)
         )
-        if any(method.is_ours for method in self.methods):
-            requests = max(setting.batch_size for setting in self.settings)
-            most += min(64 * requests, 256) * 2 * _BLOCK_TOKENS
+        requests = max(setting.batch_size for setting in self.settings)
+        most += max(_scratch_tokens(method, requests) for method in self.methods)
         config = _target_config(self.target)
         heads = config.get("num_attention_heads", 0)
         width = config.get("head_dim") or config.get("hidden_size", 0) // max(heads, 1)
@@ -273,6 +273,17 @@ def _tokenize(prompts: Sequence[Prompt], target: Path) -> list[list[int]]:
             "directory has tokenizer.json and tokenizer_config.json"
         ) from error
     return [first_turn_ids(prompt, tokenizer) for prompt in prompts]
+
+
+def _scratch_tokens(method: Method, requests: int) -> int:
+    """Tokens in the scratch blocks of a method's engine."""
+    if not method.is_ours or not method.num_speculative_tokens:
+        return 0
+    options = read_options({KEY: method.options})
+    shape = options.tree_shape(method.num_speculative_tokens)
+    if shape is None or shape.top_k == 1:
+        return 0
+    return scratch_blocks(shape, requests, _BLOCK_TOKENS) * _BLOCK_TOKENS
 
 
 def _target_config(target: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ..budget import DraftPlan
 from ..config import read_options
+from ..scratch import require_room, scratch_blocks, scratch_branches
 from ..step_cost import HeadWork
 from ..tree_runs import batch_trees, blocks_per_branch, num_branches
 from ..verify import Verdict
@@ -51,7 +52,7 @@ from .sampler import (
     takes_plain_argmax,
 )
 from .scheduler import TreeDraftTokenIds
-from .scratch import add_blocks, require_room, scratch_blocks, scratch_branches
+from .scratch import add_blocks
 from .step_timer import StepTimer
 from .target_law import TargetLaw
 

@@ -24,13 +24,13 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from ..budget import BudgetLimits, DraftBudget, DraftPlan, Policy, Verdict
 from ..config import read_options
 from ..recording import RecordingPolicy
+from ..scratch import scratch_branches
 from ..step_cost import HeadWork
 from ..tree_runs import num_branches
 from .head_waits import head_may_wait
 from .metrics import DraftingStats, StepCounts
 from .prefix_hits import PrefixHits
 from .request_options import node_limit
-from .scratch import scratch_branches
 from .step_budget import StepBudget, depths_of
 
 
@@ -72,6 +72,14 @@ class _Drafted:
         return _Drafted(
             self.token_ids[:count], self.parents[:count], self.scores[:count]
         )
+
+    def best(self, count: int) -> _Drafted:
+        """The likeliest nodes, which are a tree as well: no child is likelier than its
+        parent, which stands before it. The first ones where nothing is scored."""
+        if not self.scores or count >= len(self.scores):
+            return self.first(count)
+        likeliest = sorted(range(len(self.scores)), key=lambda node: -self.scores[node])
+        return self.subset(sorted(likeliest[:count]))
 
     def accepted(self, emitted: Sequence[int]) -> list[int]:
         """Nodes on the path of the tokens that were emitted."""
@@ -259,7 +267,7 @@ class Eagle3Scheduler(Scheduler):
         if self.budget is not None:
             self.budget.head_did(drafts.head)
         if self.budget is None or drafts.scores is None:
-            return [(req_id, tree.first(limits[req_id])) for req_id, tree in trees]
+            return [(req_id, tree.best(limits[req_id])) for req_id, tree in trees]
         alive = [(r, t) for r, t in trees if t.token_ids and self._takes_drafts(r)]
         nodes = self.budget.choose(
             [req_id for req_id, _ in alive],

@@ -28,6 +28,7 @@ _PARTS = (
     ("_commit", "commit"),
     ("_straighten", "commit"),
     ("propose_draft_token_ids", "draft"),
+    ("take_draft_token_ids", "draft"),
 )
 
 
@@ -49,7 +50,9 @@ class StepStopwatch:
         self._step: defaultdict[str, float] = defaultdict(float)
         self._is_prefill = False
         self._nested = [0.0]  # seconds in parts inside the current part, per level
-        core.step_fn = self._counted(self._timed(core.step_fn, "rest"))
+        # Drafts may be made after a step, when they are taken.
+        core.step_fn = self._beginning(self._timed(core.step_fn, "rest"))
+        core.post_step = self._counted(self._timed(core.post_step, "rest"))
         runner = core.model_executor.driver_worker.worker.model_runner
         runner.execute_model = self._noticing_prefills(runner.execute_model)
         for name, part in _PARTS:
@@ -76,10 +79,16 @@ class StepStopwatch:
 
         return noticing
 
-    def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
+    def _beginning(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def beginning(*args: Any, **kwargs: Any) -> Any:
             self._step.clear()
-            result = step(*args, **kwargs)
+            return step(*args, **kwargs)
+
+        return beginning
+
+    def _counted(self, post_step: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = post_step(*args, **kwargs)
             if not self._is_prefill and self._step["verify"]:
                 self.total += StepTimes(steps=1, **self._step)
             return result
