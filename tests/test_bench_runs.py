@@ -7,6 +7,7 @@ import pytest
 from tests.bench_helpers import Recorder, fake_options
 from tests.fake_engine import NAME, ODD_PLACE
 from vllm_eagle3.bench.identity import NEAR_TIE_NATS
+from vllm_eagle3.bench.page import conditions
 from vllm_eagle3.bench.plan import make_plan
 from vllm_eagle3.bench.process import WorkerError
 from vllm_eagle3.bench.results import make_results
@@ -63,6 +64,13 @@ def test_warm_up_is_not_counted(two_repeats) -> None:
     runs, _, _ = two_repeats
     # Two drafts per reply of the fake engine, three prompts, two repeats.
     assert runs["chain:2"]["counts"]["drafts"] == 12
+
+
+def test_whole_warm_ups_are_not_counted_either(tmp_path: Path) -> None:
+    runs, recorder, results = bench(tmp_path, warm_up=2)
+    assert runs["chain:2"]["counts"]["drafts"] == 6
+    assert len(recorder.order) == 3 * 2
+    assert "1 interleaved repeats after 2 that were not counted" in conditions(results)
 
 
 def test_acceptance(two_repeats) -> None:

@@ -8,6 +8,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vllm_eagle3.bench.report import notes, verdict
 from vllm_eagle3.bench.tables import Record, TextTable, all_tables
@@ -34,7 +35,8 @@ def conditions(results: Record) -> str:
         f"{environment['cpu']}, {environment['cores']} cores, vLLM {vllm}, "
         f"torch {versions['torch']}, {run['dtype']}, {how}; "
         f"{run['prompts']} prompts, up to {run['max_tokens']} new tokens, "
-        f"{options['repeats']} interleaved repeats; {environment['date'][:10]}."
+        f"{options['repeats']} interleaved repeats{_warm_up(options)}; "
+        f"{environment['date'][:10]}."
     )
 
 
@@ -104,3 +106,8 @@ def _table(table: TextTable) -> str:
 def _row(cells: tuple[str, ...], tag: str) -> str:
     inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
     return f"<tr>{inner}</tr>"
+
+
+def _warm_up(options: Mapping[str, Any]) -> str:
+    times = options.get("warm_up", 0)
+    return f" after {times} that were not counted" if times else ""

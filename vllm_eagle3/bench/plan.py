@@ -43,6 +43,7 @@ class BenchOptions:
     max_tokens: int = 96
     ignore_eos: bool = False
     repeats: int = 1
+    warm_up: int = 0  # times through all prompts before any of them is counted
     dtype: str = "bfloat16"
     max_model_len: int = 2048
     reliability: bool = False
@@ -229,6 +230,8 @@ def _check_numbers(options: BenchOptions) -> None:
     for name in ("max_tokens", "repeats", "max_model_len"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}: got {getattr(options, name)}, want 1 or more")
+    if options.warm_up < 0:
+        raise ValueError(f"warm_up: got {options.warm_up}, want 0 or more")
     if options.reliability and options.head is None:
         raise ValueError("reliability: got no head, want one with --head")
     if options.mode.step_times and options.mode.separate_process:

@@ -133,7 +133,7 @@ def _run_setting(
 ) -> list[MethodRun]:
     sampling = plan.sampling(setting)
     batches = plan.batches(setting)
-    _warm_up(plan, workers, batches[0], sampling)
+    _warm_up(plan, workers, batches, sampling)
     runs = {
         method.name: MethodRun(method, setting, batches, []) for method in plan.methods
     }
@@ -151,11 +151,18 @@ def _run_setting(
 
 
 def _warm_up(
-    plan: BenchPlan, workers: Workers, batch: PromptBatch, sampling: Sampling
+    plan: BenchPlan,
+    workers: Workers,
+    batches: Sequence[PromptBatch],
+    sampling: Sampling,
 ) -> None:
-    few = min(WARM_UP_TOKENS, sampling.max_tokens)
+    """A few tokens, and all prompts as often as asked for: `auto` settles."""
+    few = replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens))
     for worker in workers.values():
-        _generate(plan, worker, batch, replace(sampling, max_tokens=few))
+        _generate(plan, worker, batches[0], few)
+        for _ in range(plan.options.warm_up):
+            for batch in batches:
+                _generate(plan, worker, batch, sampling)
 
 
 def _generate(
