@@ -309,8 +309,7 @@ class DraftBudget:
             levels = min(self._levels, plan.shape.depth - 1)
         level_rows = levels * num_reqs * plan.shape.top_k
         # The head's first pass runs over all rows that were verified.
-        per_row = self.cost.seconds(1, head_rows=1) - self.cost.seconds(1)
-        return np.asarray(rows) * per_row + self.cost.seconds(
+        return np.asarray(rows) * self.cost.rates.head_row + self.cost.seconds(
             rows, context=context, head_passes=1, levels=levels, head_rows=level_rows
         )
 
@@ -321,8 +320,8 @@ class DraftBudget:
 
     def _level(self, shape: TreeShape, num_reqs: int) -> float:
         """Seconds of growing one level further."""
-        more = self.cost.seconds(1, levels=1, head_rows=num_reqs * shape.top_k)
-        return float(more - self.cost.seconds(1))
+        rates = self.cost.rates
+        return rates.level + num_reqs * shape.top_k * rates.head_row
 
     def _min_masses(
         self, shape: TreeShape, rate: float, num_reqs: int, context: int

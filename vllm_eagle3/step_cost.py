@@ -70,6 +70,23 @@ class StepWork:
     head_rows: int = 0
 
 
+@dataclass(frozen=True)
+class _Rates:
+    """Seconds of the parts of a step; none below zero.
+
+    Attributes:
+        target: [knots], of the target over so many rows.
+        context: of a thousand tokens in the cache.
+        head_pass, level, head_row: as in `StepWork`, of one each.
+    """
+
+    target: np.ndarray
+    context: float
+    head_pass: float
+    level: float
+    head_row: float
+
+
 class StepCost:
     """Seconds of a step: `observe` steps, then ask for `seconds`."""
 
@@ -82,6 +99,7 @@ class StepCost:
         self._prior = np.zeros((0, 0))
         self._first: list[tuple[np.ndarray, float]] = []
         self._num_outliers = 0
+        self._rates: _Rates | None = None
 
     @property
     def is_known(self) -> bool:
@@ -115,14 +133,26 @@ class StepCost:
         head_rows: float = 0,
     ) -> np.ndarray:
         """Seconds of steps that differ in their rows and are otherwise alike."""
+        known = self.rates
+        beside = (
+            context / _CONTEXT_UNIT * known.context
+            + head_passes * known.head_pass
+            + levels * known.level
+            + head_rows * known.head_row
+        )
+        return np.interp(rows, KNOTS, known.target) + beside
+
+    @property
+    def rates(self) -> _Rates:
+        """What the filter knows, made once after each of its steps."""
         assert self.is_known, "asked before enough steps were seen"
-        beside = np.array([context / _CONTEXT_UNIT, head_passes, levels, head_rows])
-        target = self._mean[: len(KNOTS)].copy()
-        rising = target[KNOTS >= _RISING_FROM]
-        np.maximum.accumulate(rising, out=rising)
-        target[KNOTS >= _RISING_FROM] = rising
-        extra = np.maximum(self._mean[len(KNOTS) :], 0) @ beside
-        return np.interp(rows, KNOTS, target) + extra
+        if self._rates is None:
+            target = self._mean[: len(KNOTS)].copy()
+            rising = target[KNOTS >= _RISING_FROM]
+            target[KNOTS >= _RISING_FROM] = np.maximum.accumulate(rising)
+            beside = np.maximum(self._mean[len(KNOTS) :], 0).tolist()
+            self._rates = _Rates(target, *beside)
+        return self._rates
 
     def _start(self) -> None:
         """Set the scale by the quickest of the first steps; the others may compile."""
@@ -130,6 +160,7 @@ class StepCost:
         self._mean = scale * _PRIOR_MEAN
         self._prior = scale**2 * _prior_covariance()
         self._covariance = self._prior.copy()
+        self._rates = None
         for terms, seconds in self._first:
             if seconds < _OUTLIER * float(terms @ self._mean):
                 self._update(terms, seconds)
@@ -146,6 +177,7 @@ class StepCost:
         limit = _CLIP * variance**0.5
         self._mean = self._mean + known / variance * np.clip(surprise, -limit, limit)
         self._covariance = covariance - np.outer(known, known) / variance
+        self._rates = None
 
 
 def _weights(rows: np.ndarray | float) -> np.ndarray:
