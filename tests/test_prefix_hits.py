@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.engine_run import EngineHandle, EnginePool
+from tests.models.random_llama import known_prompts
 from tests.test_tree_kv import _filled, _generate, _layers
 from tests.tree_engine import counter, runner_of, tree_settings
 
@@ -58,6 +59,8 @@ def test_all_but_the_last_token_of_the_cached_blocks_is_taken(
         5 * SIZE + 9: 5 * SIZE - 1,
     }.items():
         assert _cached_tokens(handle, _prompt(length)) == cached, length
+    _generate(handle, known_prompts()[:7], 20)
+    assert counter(handle, "vllm:spec_decode_num_accepted_tokens") > 0
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])

@@ -30,9 +30,13 @@ def some_rows(count: int) -> list[Row]:
     return rows
 
 
-def target_of(models: Models, taps: tuple[int, ...] = TAPS) -> TargetFeatures:
+def target_of(
+    models: Models,
+    taps: tuple[int, ...] = TAPS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> TargetFeatures:
     vocab = DraftVocab(torch.arange(0, 100, 2), 256)
-    return TargetFeatures(models("f1"), taps, vocab)
+    return TargetFeatures(models("f1"), taps, vocab, dtype)
 
 
 def same(ours: Features, theirs: Features, batch: Batch) -> None:
@@ -43,6 +47,16 @@ def same(ours: Features, theirs: Features, batch: Batch) -> None:
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
+def alike(ours: Features, theirs: Features, batch: Batch) -> None:
+    """As read in other company: CPUs may round by the rows of a product."""
+    real = torch.arange(batch.ids.shape[1]) < batch.lengths[:, None]
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(ours.taps[real], theirs.taps[real], **close)
+    torch.testing.assert_close(ours.law, theirs.law, **close)
+    for name in ("embeds", "law_row"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
 def unreadable(batch: Batch) -> NoReturn:
     raise AssertionError("the target was asked again")
 
@@ -50,7 +64,7 @@ def unreadable(batch: Batch) -> NoReturn:
 def test_features_come_back_as_the_target_gave_them(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, target = some_rows(7), target_of(models)
+    rows, target = some_rows(7), target_of(models, dtype=torch.float32)
     StoredFeatures(target, tmp_path)(collate(rows[:4]))
     StoredFeatures(target, tmp_path)(collate(rows[4:]))
     again = StoredFeatures(target, tmp_path)
@@ -60,7 +74,7 @@ def test_features_come_back_as_the_target_gave_them(
         expected = target(batch)
         with monkeypatch.context() as patch:
             patch.setattr(target, "read", unreadable)
-            same(again(batch), expected, batch)
+            alike(again(batch), expected, batch)
 
 
 def test_a_torn_shard_is_never_picked_up(

@@ -77,7 +77,7 @@ def test_training_does_not_start_on_another_target(
     out = tmp_path / "out"
     config.write_text(
         f"target: {models('f1')}\nrows: [{rows}]\nout: {out}\nheld_out_rows: 3\n"
-        "draft_vocab_size: 64\nepochs: 1\ntaps: [1, 3, 5]\n"
+        "draft_vocab_size: 64\nepochs: 1\ntaps: [1, 3, 5]\nprecision: bf16\n"
         "tokens_per_batch: 64\nnum_steps: 1\n"
     )
 

@@ -34,15 +34,18 @@ def require_layout(layout: str) -> Layout:
 
 
 def detect_layout(config: Mapping[str, Any]) -> Layout:
-    """Which layout a config.json follows; ValueError if its parts are no objects."""
+    """Which layout a config.json follows; ValueError if its parts have wrong types."""
     for name in ("eagle_config", "transformer_layer_config", "vllm_eagle3"):
         if not isinstance(config.get(name) or {}, Mapping):
             raise ValueError(f"{name}: got {config[name]!r}, want an object")
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"architectures: got {architectures!r}, want a list of names")
     if "speculators_model_type" in config or "transformer_layer_config" in config:
         return "speculators"
     nested = (config.get("eagle_config") or {}).get(TAPS_KEY)
     top = config.get(TAPS_KEY)
-    specforge = ARCHITECTURE in (config.get("architectures") or [])
+    specforge = ARCHITECTURE in architectures
     if specforge and not (top and nested in (None, top)):
         return "specforge"
     return "safeailab"

@@ -131,30 +131,30 @@ def _read_config(
         _size(flat, name)
         for name in ("hidden_size", "intermediate_size", "num_attention_heads")
     )
-    kv_heads = int(flat.get("num_key_value_heads") or heads)
+    kv_heads = _size_or(flat, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise ValueError(
             f"num_key_value_heads: got {kv_heads}, want a divisor of {heads} heads"
         )
     vocab_size = _vocab_size(meaning, target_config)
-    width = int(flat.get("target_hidden_size") or hidden)
+    width = _size_or(flat, "target_hidden_size", hidden)
     switches: dict[str, Any] = {name: _switch(meaning, name) for name in SWITCHES}
     return DraftHeadConfig(
         hidden_size=hidden,
         intermediate_size=inner,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=int(flat.get("head_dim") or hidden // heads),
+        head_dim=_size_or(flat, "head_dim", hidden // heads),
         vocab_size=vocab_size,
         draft_vocab_size=_draft_vocab_size(meaning, vocab_size),
         target_hidden_size=width,
         tap_ids=_tap_ids(meaning, width, target_config),
-        num_hidden_layers=int(flat.get("num_hidden_layers") or 1),
-        rms_norm_eps=float(flat.get("rms_norm_eps") or 1e-6),
+        num_hidden_layers=_size_or(flat, "num_hidden_layers", 1),
+        rms_norm_eps=_number_or(flat, "rms_norm_eps", 1e-6),
         rope_parameters=rope_parameters(flat),
         max_position_embeddings=_max_positions(flat, target_config),
         attention_bias=_switch(meaning, "attention_bias"),
-        logit_scale=float(flat.get("logit_scale") or 1.0),
+        logit_scale=_number_or(flat, "logit_scale", 1.0),
         **switches,
     )
 
@@ -164,6 +164,18 @@ def _size(flat: Mapping[str, Any], name: str) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f"{name}: got {value!r}, want a positive integer")
     return value
+
+
+def _size_or(flat: Mapping[str, Any], name: str, default: int) -> int:
+    """A size that may be left out, or written as null or 0."""
+    return _size(flat, name) if flat.get(name) else default
+
+
+def _number_or(flat: Mapping[str, Any], name: str, default: float) -> float:
+    value = flat.get(name) or default
+    if type(value) not in (int, float):
+        raise ValueError(f"{name}: got {value!r}, want a number")
+    return float(value)
 
 
 # Switch -> a weight that exists exactly when it is on.
@@ -223,8 +235,8 @@ def _vocab_size(meaning: HeadMeaning, target_config: Mapping[str, Any] | None) -
 
 
 def _draft_vocab_size(meaning: HeadMeaning, vocab_size: int) -> int:
-    if written := meaning.flat.get("draft_vocab_size"):
-        return int(written)
+    if meaning.flat.get("draft_vocab_size"):
+        return _size(meaning.flat, "draft_vocab_size")
     lm_head = meaning.weights.get("lm_head.weight")
     size = vocab_size if lm_head is None else lm_head.shape[0]
     if size != vocab_size:
