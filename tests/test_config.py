@@ -79,3 +79,11 @@ def test_bad_options_name_every_key(given: object, words: list[str]) -> None:
     with pytest.raises(ValueError, match=KEY) as caught:
         read_options({KEY: given})
     assert all(word in str(caught.value) for word in words)
+
+
+def test_fixed_trees_of_many_nodes_are_wide() -> None:
+    tree = {"shape": "tree"}
+    assert read_options({KEY: tree}).tree_shape(8) == TreeShape(8, 4, 6)
+    assert read_options({KEY: tree}).tree_shape(16) == TreeShape(16, 8, 6)
+    assert read_options({KEY: tree | {"top_k": 3}}).tree_shape(16).top_k == 3  # type: ignore[union-attr]
+    assert read_options({}).tree_shape(16) == TreeShape(16, 4, 6)

@@ -26,6 +26,10 @@ AUTO_CHAIN_WITHOUT_BUDGET = 3
 # brings, so a fallback never drafts more.
 MAX_FALLBACK_CHAIN = 5
 DEFAULT_DEPTH = 6
+DEFAULT_TOP_K = 4
+# Of fixed trees with so many nodes, which accept 7 to 10% more with it; a budget's tree
+# stays narrow, where each level costs less.
+WIDE_TOP_K, WIDE_NODES = 8, 16
 # From this temperature on sampled drafts are accepted more often than ranked ones.
 SAMPLED_FROM_TEMPERATURE = 0.6
 
@@ -38,7 +42,8 @@ class Eagle3Options(BaseModel):
             num_speculative_tokens nodes, or nothing), `chain` (num_speculative_tokens
             long), `tree` (num_speculative_tokens nodes) or `off` (no drafts; the head
             still follows, ready to draft).
-        top_k: children of a node, and nodes run per level, of a tree.
+        top_k: children of a node, and nodes run per level, of a tree; by default 4,
+            and 8 for fixed trees of 16 nodes or more.
         depth: levels of a tree; by default 6, or the budget if that is smaller.
         check_ranks: compare what the ranks of a target draft and judge; for debugging.
         record: folder for records of steps and drafts, which the simulator reads. The
@@ -48,7 +53,7 @@ class Eagle3Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     shape: Literal["auto", "chain", "tree", "off"] = "auto"
-    top_k: int = Field(default=4, ge=1, le=32)
+    top_k: int | None = Field(default=None, ge=1, le=32)
     depth: int | None = Field(default=None, ge=1, le=16)
     check_ranks: bool = False
     record: str | None = None
@@ -82,7 +87,9 @@ class Eagle3Options(BaseModel):
         if self.shape == "chain":
             return TreeShape.chain(budget)
         depth = self.depth or min(DEFAULT_DEPTH, budget)
-        return TreeShape(num_nodes=budget, top_k=self.top_k, depth=depth)
+        wide = self.shape == "tree" and budget >= WIDE_NODES
+        top_k = self.top_k or (WIDE_TOP_K if wide else DEFAULT_TOP_K)
+        return TreeShape(num_nodes=budget, top_k=top_k, depth=depth)
 
 
 def read_options(additional_config: Mapping[str, Any] | None) -> Eagle3Options:
