@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,8 @@ def test_engine_and_training_see_the_same_target(
     said: list[str] = []
     target = features(folder)
     teacher_parity_gate(scorer(ENGINE), said.append)(target, ROWS)
-    assert "differ by 0.000 nats" in said[0]
+    apart = re.search(r"differ by ([\d.]+) nats", said[0])
+    assert apart is not None and float(apart[1]) <= 0.002
     # A norm of the wrong kind, here the final one doubled, does not pass.
     with torch.no_grad():
         target.final_norm.mul_(2).add_(1)
