@@ -112,3 +112,16 @@ def test_a_head_s_files_are_read_or_refused(
         return
     # What is taken can be used.
     assert sum(weight.numel() for weight in loaded.head.parameters()) > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("draft_vocab_size", -1), ("architectures", 1), ("rms_norm_eps", [1])],
+)
+def test_wrong_types_of_a_head_s_fields_are_named(
+    spoilt: Any, models: Models, field: str, value: Any
+) -> None:
+    """Found by the test above."""
+    spoil, _ = spoilt
+    with pytest.raises(ValueError, match=f"{field}: got"):
+        read_head(spoil({field: value}, 0, []), models("f2"))

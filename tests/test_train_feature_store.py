@@ -53,7 +53,7 @@ def alike(ours: Features, theirs: Features, batch: Batch) -> None:
     close = {"rtol": 1e-3, "atol": 1e-3}
     torch.testing.assert_close(ours.taps[real], theirs.taps[real], **close)
     torch.testing.assert_close(ours.law, theirs.law, **close)
-    for name in ("embeds", "law_row"):
+    for name in ("embeds", "best", "law_row"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 

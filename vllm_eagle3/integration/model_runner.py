@@ -293,36 +293,10 @@ class Eagle3Runner(GPUModelRunner):
             }
         )
 
-    def propose_draft_token_ids(
-        self,
-        scheduler_output: Any,
-        sampled_token_ids: Any,
-        sampling_metadata: Any,
-        hidden_states: torch.Tensor,
-        sample_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        *others: Any,
-    ) -> Any:
-        if self.capture is not None and aux_hidden_states is not None:
-            num_reqs = self.input_batch.num_reqs
-            self.capture.add(
-                self.input_batch.req_ids,
-                self.query_start_loc.np[: num_reqs + 1],
-                hidden_states,
-                aux_hidden_states,
-            )
-
+    def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> Any:
         def propose() -> Any:
             with self.timer.part("draft"):
-                return self._propose(
-                    scheduler_output,
-                    sampled_token_ids,
-                    sampling_metadata,
-                    hidden_states,
-                    sample_hidden_states,
-                    aux_hidden_states,
-                    *others,
-                )
+                return self._propose(scheduler_output, *others)
 
         if not self._drafts_when_taken:
             return propose()
@@ -351,6 +325,14 @@ class Eagle3Runner(GPUModelRunner):
         common_attn_metadata: Any,
         *others: Any,
     ) -> Any:
+        if self.capture is not None and aux_hidden_states is not None:
+            num_reqs = self.input_batch.num_reqs
+            self.capture.add(
+                self.input_batch.req_ids,
+                self.query_start_loc.np[: num_reqs + 1],
+                hidden_states,
+                aux_hidden_states,
+            )
         if self.tree_attention is not None and self.tree_attention.batch is not None:
             aux_hidden_states = self._straighten(aux_hidden_states)
             self.tree_attention.leave()

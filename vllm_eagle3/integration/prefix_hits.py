@@ -66,7 +66,7 @@ class PrefixHits:
             return
         coordinator = self._manager.coordinator
         size: int = coordinator.block_size
-        for index in range(num_tokens // size, request.num_tokens // size):
+        for index in range(num_tokens // size, len(request.block_hashes)):
             found = coordinator.block_pool.get_cached_block(
                 request.block_hashes[index], [0]
             )
