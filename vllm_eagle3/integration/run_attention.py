@@ -2,7 +2,7 @@
 
 Two calls of every attention backend are wrapped on the instances of one engine: the
 metadata builder gets runs in place of requests, and the update of a layer's KV cache
-also writes the branches' rows to their scratch blocks. No kernel is changed.
+writes the branches' rows to their scratch blocks too. No kernel is changed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class RunAttention:
         self.batch: TreeBatch | None = None
         self._plan: ScratchPlan | None = None
         self._table: np.ndarray | None = None
+        # (slot mapping of a pass, rows and slots with those of the branches)
+        self._writes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         for builder in builders:
             builder.build = self._build_runs(builder.build)
         for layer in layers:
@@ -56,12 +58,13 @@ class RunAttention:
         plan = plan_scratch(batch, block_table, self.block_size, self.scratch)
         self.batch, self._plan, self._table = batch, plan, block_table
         self._rows, self._slots = map(self._to_device, (plan.rows, plan.slots))
+        self._writes = None
         # What the prefix left in its last block is there before the pass begins.
         self._copy(plan.copy_from, plan.copy_to)
 
     def leave(self) -> None:
         """The next forward pass is vLLM's own."""
-        self.batch = self._plan = self._table = None
+        self.batch = self._plan = self._table = self._writes = None
 
     def commit(self, last_rows: dict[int, int]) -> None:
         """Move accepted paths to where a plain run has them.
@@ -122,14 +125,26 @@ class RunAttention:
             kv_cache: torch.Tensor,  # [num_blocks, ...]
             slot_mapping: torch.Tensor,
         ) -> None:
+            if self.batch is not None:
+                rows, slot_mapping = self._with_branches(slot_mapping)
+                key, value = key.index_select(0, rows), value.index_select(0, rows)
             update(layer, key, value, kv_cache, slot_mapping)
-            if self.batch is None:
-                return
-            branch_key = key.index_select(0, self._rows)
-            branch_value = value.index_select(0, self._rows)
-            update(layer, branch_key, branch_value, kv_cache, self._slots)
 
         return update_runs
+
+    def _with_branches(
+        self, slot_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, slots) of all writes of a layer; laid out once for layers alike.
+
+        A row that several branches share is written for each of them.
+        """
+        if self._writes is None or self._writes[0] is not slot_mapping:
+            every = torch.arange(len(slot_mapping), device=self.device)
+            rows = torch.cat([every, self._rows])
+            slots = torch.cat([slot_mapping, self._slots.to(slot_mapping.dtype)])
+            self._writes = slot_mapping, rows, slots
+        return self._writes[1:]
 
     def _to_device(self, ids: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(self.device)
