@@ -31,7 +31,10 @@ class FakeEngine:
             raise ValueError("head: made for another target")
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        at_once: int | None = None,
     ) -> list[Generation]:
         if self.behaviour == "crash":
             print("about to crash", file=sys.stderr, flush=True)

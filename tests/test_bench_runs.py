@@ -169,6 +169,13 @@ def test_a_large_batch_is_filled_up(tmp_path: Path) -> None:
     assert runs["off"]["mean_running"] == 8
 
 
+def test_waves_keep_a_batch_full(tmp_path: Path) -> None:
+    runs, _, results = bench(tmp_path, batch="2", waves=3)
+    assert runs["off"]["requests"] == 6
+    assert runs["off"]["mean_running"] == 2
+    assert "batches kept full for 3 times their size" in conditions(results)
+
+
 def test_acceptance_by_task(tmp_path: Path) -> None:
     prompts = tmp_path / "tasks.jsonl"
     prompts.write_text(

@@ -43,3 +43,9 @@ def test_tasks_are_files_where_there_are_several(tmp_path: Path) -> None:
 def test_tasks_are_categories_where_there_is_one_file(tmp_path: Path) -> None:
     file = write(tmp_path / "p.jsonl", '{"category": "x", "turns": ["a"]}', '"b"')
     assert task_names([file]) == ("x", "p")
+
+
+def test_waves_are_more_requests_of_the_same_batch_size():
+    (batch,) = make_batches(("chat", "chat"), 2, waves=3)
+    assert batch.prompts == (0, 1, 0, 1, 0, 1)
+    assert batch.at_once == 2

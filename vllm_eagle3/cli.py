@@ -79,6 +79,7 @@ _SERVER_HELP = (
     "Measure a running OpenAI-compatible server at this URL instead; --batch is then "
     "the number of clients, --target its tokenizer."
 )
+_WAVES_HELP = "N batches' worth of requests; one that ends makes room for the next."
 _WARM_UP_HELP = "Times through all prompts before any is counted."
 _CONTROLS_HELP = f"Add {', '.join(CONTROLS)}; chains only where none is named."
 
@@ -164,6 +165,7 @@ def bench(
         bool, typer.Option("--ignore-eos", help="All replies of full length.")
     ] = False,
     repeats: Annotated[int, typer.Option(help="Times through all prompts.")] = 1,
+    waves: Annotated[int, typer.Option(help=_WAVES_HELP)] = 1,
     warm_up: Annotated[int, typer.Option(help=_WARM_UP_HELP)] = 0,
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32.")
@@ -216,6 +218,7 @@ def bench(
         max_tokens=max_tokens,
         ignore_eos=ignore_eos,
         repeats=repeats,
+        waves=waves,
         warm_up=warm_up,
         dtype=dtype,
         max_model_len=max_model_len,

@@ -134,9 +134,17 @@ class Engine(Streams, Protocol):
     """A running engine; prompts and results are token ids of the target."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        at_once: int | None = None,
     ) -> list[Generation]:
-        """Continue all prompts as one batch; results in the order of the prompts."""
+        """Continue all prompts; results in the order of the prompts.
+
+        Args:
+            at_once: how many run together, the next one starting where one ends; None
+                starts all together.
+        """
         ...
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:

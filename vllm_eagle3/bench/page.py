@@ -35,7 +35,8 @@ def conditions(results: Record) -> str:
         f"{environment['cpu']}, {environment['cores']} cores, vLLM {vllm}, "
         f"torch {versions['torch']}, {run['dtype']}, {how}; "
         f"{run['prompts']} prompts, up to {run['max_tokens']} new tokens, "
-        f"{options['repeats']} interleaved repeats{_warm_up(options)}; "
+        f"{options['repeats']} interleaved repeats"
+        f"{_warm_up(options)}{_waves(options)}; "
         f"{environment['date'][:10]}."
     )
 
@@ -106,6 +107,11 @@ def _table(table: TextTable) -> str:
 def _row(cells: tuple[str, ...], tag: str) -> str:
     inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
     return f"<tr>{inner}</tr>"
+
+
+def _waves(options: Mapping[str, Any]) -> str:
+    waves = options.get("waves", 1)
+    return f", batches kept full for {waves} times their size" if waves > 1 else ""
 
 
 def _warm_up(options: Mapping[str, Any]) -> str:

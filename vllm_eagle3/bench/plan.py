@@ -43,6 +43,7 @@ class BenchOptions:
     max_tokens: int = 96
     ignore_eos: bool = False
     repeats: int = 1
+    waves: int = 1  # requests of a measurement, in batches
     warm_up: int = 0  # times through all prompts before any of them is counted
     dtype: str = "bfloat16"
     max_model_len: int = 2048
@@ -91,7 +92,7 @@ class BenchPlan:
 
     def batches(self, setting: Setting) -> tuple[PromptBatch, ...]:
         """What runs together at a setting."""
-        return make_batches(self.tasks, setting.batch_size)
+        return make_batches(self.tasks, setting.batch_size, self.options.waves)
 
     def environ(self, method: Method) -> dict[str, str]:
         """The environment of a method's process."""
@@ -104,8 +105,8 @@ class BenchPlan:
         With room for the scratch blocks of trees, which are taken from it too.
         """
         most = max(
-            sum(len(self.prompt_ids[prompt]) for prompt in batch.prompts)
-            + len(batch.prompts) * (self.options.max_tokens + _BLOCK_TOKENS)
+            sum(sorted(map(self._prompt_length, batch.prompts))[-batch.at_once :])
+            + batch.at_once * (self.options.max_tokens + _BLOCK_TOKENS)
             for setting in self.settings
             for batch in self.batches(setting)
         )
@@ -118,6 +119,9 @@ class BenchPlan:
         layers = config.get("num_hidden_layers", 0) + 1  # the head's too
         token_bytes = 2 * layers * kv_heads * width * DTYPE_BYTES[self.options.dtype]
         return KV_CACHE_GIB + most * token_bytes // 2**30
+
+    def _prompt_length(self, prompt: int) -> int:
+        return len(self.prompt_ids[prompt])
 
     def sampling(self, setting: Setting) -> Sampling:
         """How replies are sampled at a setting."""
@@ -227,7 +231,7 @@ def _parse_batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def _check_numbers(options: BenchOptions) -> None:
-    for name in ("max_tokens", "repeats", "max_model_len"):
+    for name in ("max_tokens", "repeats", "waves", "max_model_len"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}: got {getattr(options, name)}, want 1 or more")
     if options.warm_up < 0:

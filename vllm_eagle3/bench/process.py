@@ -84,14 +84,20 @@ class WorkerProcess:
         """
         return float(self._receive()["seconds"])
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Timed:
-        """Continue the prompts as one batch.
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        at_once: int | None = None,
+    ) -> Timed:
+        """Continue the prompts, all together or so many at a time.
 
         Raises:
             WorkerError: the engine refused or died.
         """
         ids = [list(prompt) for prompt in prompts]
-        self._send({"op": "generate", "prompts": ids, "sampling": asdict(sampling)})
+        message = {"op": "generate", "prompts": ids, "sampling": asdict(sampling)}
+        self._send(message | {"at_once": at_once})
         reply = self._receive()
         counts = reply["counts"]
         counts["accepted_per_depth"] = tuple(counts["accepted_per_depth"])

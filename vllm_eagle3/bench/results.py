@@ -7,6 +7,7 @@ environment   versions, machine, command line, settings, hashes of what was read
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import os
 import statistics
@@ -176,10 +177,22 @@ def _step_record(run: MethodRun) -> Record | None:
 
 
 def _mean_running(plain: MethodRun) -> float:
-    """A plain step makes one token a running request: tokens over the longest reply."""
-    batches = [timed for repeat in plain.repeats for timed in repeat.batches]
-    steps = sum(max(len(g.token_ids) for g in timed.generations) for timed in batches)
-    return sum(timed.new_tokens for timed in batches) / steps
+    """A plain step makes one token a running request: tokens over steps."""
+    steps = tokens = 0
+    for repeat in plain.repeats:
+        for batch, timed in zip(plain.batches, repeat.batches, strict=True):
+            lengths = [len(reply.token_ids) for reply in timed.generations]
+            steps += _plain_steps(lengths, batch.at_once)
+            tokens += timed.new_tokens
+    return tokens / steps
+
+
+def _plain_steps(lengths: list[int], at_once: int) -> int:
+    """Steps until the last of these replies ends; each takes the first free place."""
+    places = [0] * at_once
+    for length in lengths:
+        heapq.heapreplace(places, places[0] + length)
+    return max(places)
 
 
 def _token_counts_equal(run: MethodRun, plain: MethodRun) -> bool | None:

@@ -169,7 +169,7 @@ def _generate(
     plan: BenchPlan, worker: WorkerProcess, batch: PromptBatch, sampling: Sampling
 ) -> Timed:
     prompts = [plan.prompt_ids[index] for index in batch.prompts]
-    return worker.generate(prompts, sampling)
+    return worker.generate(prompts, sampling, batch.at_once)
 
 
 def _rotated(methods: tuple[Method, ...], by: int) -> tuple[Method, ...]:
@@ -208,7 +208,7 @@ def _plain_again(
 
     Whole batches, because what runs together decides how sums are rounded.
     """
-    size = off.setting.batch_size
+    size = len(off.batches[0].prompts)
     with_logprobs = replace(plan.sampling(off.setting), top_logprobs=2)
     again: dict[int, Generation] = {}
     for index in sorted({request // size for request in requests}):

@@ -6,7 +6,7 @@ Requests come on standard input, replies go to the standard output the process w
 started with; everything else that prints (vLLM, compilers) is sent to standard error.
 
     {"op": "start", "spec": {...}}             -> {"seconds": s}
-    {"op": "generate", "prompts": [[id, ...], ...], "sampling": {...}}
+    {"op": "generate", "prompts": [[id, ...], ...], "sampling": {...}, "at_once": N}
         -> {"seconds": s, "generations": [...], "counts": {...},
             "step_times": {...}}
     {"op": "score", "prompts": [[id, ...], ...]} -> {"scores": [[nats, ...], ...]}
@@ -83,7 +83,7 @@ class _Session:
         sampling = Sampling(**request["sampling"])
         before, times = engine.metrics(), engine.step_times()
         began = time.perf_counter()
-        generations = engine.generate(request["prompts"], sampling)
+        generations = engine.generate(request["prompts"], sampling, request["at_once"])
         seconds = time.perf_counter() - began
         return {
             "seconds": seconds,

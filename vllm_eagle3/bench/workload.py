@@ -3,6 +3,10 @@
 A batch holds prompts of one task while every task can fill one, so that acceptance
 can be told by task; larger batches mix the tasks. The last batch is filled up with
 prompts from the front: a batch of 64 is 64 requests, also where there are 12 prompts.
+
+In one wave all requests start together, and the batch thins out as they end. In
+several waves the next request takes the place of one that ends, as in a server that has
+always enough to do; only the last wave thins out.
 """
 
 from __future__ import annotations
@@ -21,10 +25,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts that run together, as indices; all of one `task`, or `MIXED`."""
+    """Prompts, as indices, of which `at_once` run together.
+
+    All are of one `task`, or it is `MIXED`.
+    """
 
     task: str
     prompts: tuple[int, ...]
+    at_once: int
 
 
 def task_names(files: Sequence[tuple[str, Sequence[Prompt]]]) -> tuple[str, ...]:
@@ -39,23 +47,28 @@ def task_names(files: Sequence[tuple[str, Sequence[Prompt]]]) -> tuple[str, ...]
     return tuple(prompt.category or Path(path).stem for prompt in prompts)
 
 
-def make_batches(tasks: Sequence[str], size: int) -> tuple[PromptBatch, ...]:
-    """Cut prompts into batches of `size`; batches of different tasks take turns."""
+def make_batches(
+    tasks: Sequence[str], at_once: int, waves: int = 1
+) -> tuple[PromptBatch, ...]:
+    """Cut prompts into batches; batches of different tasks take turns."""
+    size = at_once * waves
     members: dict[str, list[int]] = {}
     for index, task in enumerate(tasks):
         members.setdefault(task, []).append(index)
     if len(members) > 1 and size > min(map(len, members.values())):
         members = {MIXED: _in_turn(list(members.values()))}
     return tuple(
-        _in_turn([_cut(task, indices, size) for task, indices in members.items()])
+        _in_turn(
+            [_cut(task, indices, size, at_once) for task, indices in members.items()]
+        )
     )
 
 
-def _cut(task: str, indices: list[int], size: int) -> list[PromptBatch]:
+def _cut(task: str, indices: list[int], size: int, at_once: int) -> list[PromptBatch]:
     num_batches = -(-len(indices) // size)
     filled = list(islice(cycle(indices), num_batches * size))
     return [
-        PromptBatch(task, tuple(filled[first : first + size]))
+        PromptBatch(task, tuple(filled[first : first + size]), at_once)
         for first in range(0, len(filled), size)
     ]
 

@@ -38,8 +38,15 @@ class VllmEngine:
         self._stopwatch = StepStopwatch(self.llm) if spec.mode.step_times else None
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        at_once: int | None = None,
     ) -> list[Generation]:
+        if at_once is not None and at_once < len(prompts):
+            requests = ((ids, sampling) for ids in prompts)
+            ended = dict(self._stream(requests, at_once))
+            return [ended[number] for number in range(len(prompts))]
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(ids)} for ids in prompts],
             _sampling_params(sampling),
@@ -50,10 +57,15 @@ class VllmEngine:
     def stream(
         self, requests: Iterable[tuple[Sequence[int], Sampling]]
     ) -> Iterator[tuple[int, Generation]]:
+        return self._stream(requests, self.spec.max_num_seqs)
+
+    def _stream(
+        self, requests: Iterable[tuple[Sequence[int], Sampling]], at_once: int
+    ) -> Iterator[tuple[int, Generation]]:
         waiting, numbers = iter(requests), count()
         running: dict[str, int] = {}
         while True:
-            for ids, sampling in islice(waiting, self.spec.max_num_seqs - len(running)):
+            for ids, sampling in islice(waiting, at_once - len(running)):
                 prompt: Any = {"prompt_token_ids": list(ids)}
                 (name,) = self.llm.enqueue(
                     [prompt], _sampling_params(sampling), use_tqdm=False
