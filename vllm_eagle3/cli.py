@@ -338,10 +338,19 @@ def train(
     ] = False,
 ) -> None:
     """Train a head; resumes if the run has been stopped."""
+    from vllm_eagle3.evaluation.capturing import capturing
     from vllm_eagle3.evaluation.scoring import scorer
     from vllm_eagle3.train.train_command import run_train
 
-    run_train(config, Console(), overrides or [], dry_run, scorer(ENGINE))
+    with capturing(ENGINE) as start_capture:
+        run_train(
+            config,
+            Console(),
+            overrides or [],
+            dry_run,
+            scorer(ENGINE),
+            start_capture,
+        )
 
 
 @app.command()

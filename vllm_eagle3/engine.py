@@ -80,6 +80,7 @@ class EngineMode:
         threads: OpenMP threads; None means one per core this process may use.
         preload: load the allocator and OpenMP libraries that vLLM recommends.
         step_times: measure the parts of every step, see `StepTimes`.
+        gpu_memory_utilization: part of a GPU's memory; None leaves it to vLLM.
     """
 
     enforce_eager: bool = False
@@ -89,6 +90,7 @@ class EngineMode:
     threads: int | None = None
     preload: bool = True
     step_times: bool = False
+    gpu_memory_utilization: float | None = None
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..bench.launch import worker_environ
-from ..bench.methods import parse_method
+from ..bench.methods import Method, parse_method
 from ..bench.process import WorkerProcess
-from ..engine import EngineSpec
+from ..engine import EngineMode, EngineSpec
 
 # What torchrun tells a rank; the engine is none.
 _OF_A_RANK = frozenset(
@@ -33,8 +33,7 @@ def scorer(
     """
 
     def score(spec: EngineSpec, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        base = {k: v for k, v in os.environ.items() if k not in _OF_A_RANK}
-        environ = worker_environ(parse_method("off"), spec.mode, base)
+        environ = environ_of_no_rank(parse_method("off"), spec.mode)
         with (
             tempfile.TemporaryDirectory(prefix="vllm-eagle3-parity-") as folder,
             WorkerProcess("engine", engine, environ, Path(folder) / "log") as worker,
@@ -44,3 +43,9 @@ def scorer(
             return worker.score(prompts)
 
     return score
+
+
+def environ_of_no_rank(method: Method, mode: EngineMode) -> dict[str, str]:
+    """The environment of a process beside the trainer's, which may be a rank."""
+    base = {k: v for k, v in os.environ.items() if k not in _OF_A_RANK}
+    return worker_environ(method, mode, base)

@@ -165,6 +165,8 @@ def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if spec.mode.block_size is not None:
         arguments["block_size"] = spec.mode.block_size
+    if spec.mode.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = spec.mode.gpu_memory_utilization
     if spec.num_speculative_tokens != 0:
         arguments["speculative_config"] = _speculative_config(spec)
     if spec.options:

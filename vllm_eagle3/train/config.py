@@ -67,6 +67,8 @@ class TrainConfig(BaseModel):
         rows: row files (see `data`).
         out: folder of the checkpoint, the logs and the best head.
         warm_start: a head to go on from; its vocabulary and switches are kept.
+        features: who computes what the head reads of the target: `transformers`, in
+            this process, or `vllm`, in an engine that is started for it.
         features_dir: where the target's features are kept for later epochs; None
             reads them each time.
         taps: `fused` (low, mid, high), `top` (the stream leaving the last layer),
@@ -93,6 +95,7 @@ class TrainConfig(BaseModel):
     rows: list[str] = Field(min_length=1)
     out: str
     warm_start: str | None = None
+    features: Literal["transformers", "vllm"] = "transformers"
     features_dir: str | None = None
 
     taps: Taps = "fused"

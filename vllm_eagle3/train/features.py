@@ -113,12 +113,7 @@ class TargetFeatures:
     @torch.no_grad()
     def read(self, batch: Batch) -> Readings:
         """Run the target over `batch`."""
-        ids = batch.ids.to(self.device)
-        streams = {0: self.model.get_input_embeddings()(ids)}
-        # Padding is on the right, so a causal target needs no padding mask.
-        with self._recording(streams):
-            last = self.decoder(ids, use_cache=False).last_hidden_state
-        taps = torch.cat([streams[i] for i in self.tap_ids], dim=-1)
+        taps, last = self.states(batch)
         row, token = (batch.span_ids.to(self.device) > 0).nonzero(as_tuple=True)
         last = last[row, token - 1]
         masses, bests = [], []
@@ -127,6 +122,20 @@ class TargetFeatures:
             bests.append(logits.argmax(-1))
             masses.append(logits.logsumexp(-1))
         return Readings(taps, last, torch.cat(masses), torch.cat(bests))
+
+    @torch.no_grad()
+    def states(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(taps [rows, tokens, num_taps * hidden], last [rows, tokens, hidden]).
+
+        `last` are the states after the final norm. What stands behind the end of a row
+        means nothing.
+        """
+        ids = batch.ids.to(self.device)
+        streams = {0: self.model.get_input_embeddings()(ids)}
+        # Padding is on the right, so a causal target needs no padding mask.
+        with self._recording(streams):
+            last = self.decoder(ids, use_cache=False).last_hidden_state
+        return torch.cat([streams[i] for i in self.tap_ids], dim=-1), last
 
     @torch.no_grad()
     def features(self, batch: Batch, readings: Readings) -> Features:

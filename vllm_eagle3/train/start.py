@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,16 @@ from typing import Any
 import torch
 
 from ..draft_head import DraftHeadConfig, Eagle3DraftHead
+from ..engine import EngineMode, EngineSpec
 from ..head_config import require_field, text_config
-from ..head_io import head_config_for_target, read_head, require_fitting_head
+from ..head_io import (
+    head_config_for_target,
+    read_head,
+    require_fitting_head,
+    write_head,
+)
 from ..vocab import DraftVocab
+from .captured import CapturedFeatures, Captures
 from .config import TrainConfig
 from .data import (
     Batch,
@@ -28,6 +36,10 @@ from .feature_store import StoredFeatures
 from .features import Features, TargetFeatures
 
 FeaturesOf = Callable[[Batch], Features]
+StartCapture = Callable[[EngineSpec], Captures]
+# Of a GPU's memory that an engine takes beside the trainer; it keeps no cache between
+# batches.
+_CAPTURE_MEMORY = 0.35
 
 
 @dataclass(frozen=True)
@@ -155,6 +167,7 @@ def start_run(
     target_config: Mapping[str, Any],
     data: RunData,
     device: str = "cpu",
+    start_capture: StartCapture | None = None,
 ) -> Start:
     """Make the head, new or from `warm_start`, and what tells it about the target.
 
@@ -164,7 +177,12 @@ def start_run(
     head, vocab = _head_and_vocab(config, target_config, data)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     taps = head.config.tap_ids
-    target = TargetFeatures(config.target, taps, vocab, dtype, device)
+    read = (config.target, taps, vocab, dtype, device)
+    if config.features == "vllm":
+        engine = _engine_for_capture(config, head, vocab, data, start_capture)
+        target: TargetFeatures = CapturedFeatures(engine, *read)
+    else:
+        target = TargetFeatures(*read)
     features: FeaturesOf = target
     if config.features_dir is not None:
         features = StoredFeatures(target, config.features_dir)
@@ -177,6 +195,42 @@ def start_run(
     elif config.warm_start is None:
         _copy_from_target(head, target, vocab)
     return Start(head.to(device), vocab, features, target, embedding)
+
+
+def _engine_for_capture(
+    config: TrainConfig,
+    head: Eagle3DraftHead,
+    vocab: DraftVocab,
+    data: RunData,
+    start_capture: StartCapture | None,
+) -> Captures:
+    """An engine that records states; it reads from the head which ones."""
+    if start_capture is None:
+        raise ValueError(
+            "features: got vllm where no engine can be started; use the command "
+            "`vllm-eagle3 train`, or features: transformers"
+        )
+    rows = [*data.train, *data.held_out]
+    with tempfile.TemporaryDirectory(prefix="vllm-eagle3-capture-") as folder:
+        embedding = None
+        if head.config.hidden_size != head.config.target_hidden_size:
+            size = (head.config.vocab_size, head.config.hidden_size)
+            embedding = torch.zeros(size, dtype=torch.bfloat16)
+        # Whatever its weights are: it never drafts.
+        write_head(folder, head, vocab, embed_tokens=embedding)
+        return start_capture(
+            EngineSpec(
+                config.target,
+                folder,
+                num_speculative_tokens=1,
+                dtype="bfloat16" if config.precision == "bf16" else "float32",
+                max_model_len=max(len(row.ids) for row in rows),
+                mode=EngineMode(
+                    enforce_eager=True, gpu_memory_utilization=_CAPTURE_MEMORY
+                ),
+                options={"shape": "off"},
+            )
+        )
 
 
 class _Narrowed:

@@ -20,6 +20,7 @@ from .. import embedded
 from .config import TrainConfig, read_config
 from .parity import Score, teacher_parity_gate
 from .plan import make_plan, show_plan
+from .start import StartCapture
 
 
 def run_train(
@@ -28,11 +29,13 @@ def run_train(
     overrides: Sequence[str] = (),
     dry_run: bool = False,
     score: Score | None = None,
+    start_capture: StartCapture | None = None,
 ) -> None:
     """Train as `config` says, with progress on the console; or show the plan alone.
 
     Args:
         score: asked by the teacher-parity gate; None leaves the gate out.
+        start_capture: starts the engine that `features: vllm` asks for.
 
     Raises:
         ValueError: whatever is wrong with the configuration, the data or the disk.
@@ -49,7 +52,8 @@ def run_train(
     with _progress(console) as progress:
         shown = _Shown(progress)
         try:
-            best = Trainer(settings, shown, gate).train()
+            trainer = Trainer(settings, shown, gate, start_capture=start_capture)
+            best = trainer.train()
         except OSError as error:
             raise ValueError(f"out: {settings.out}: {error}") from error
     if shown.is_main:

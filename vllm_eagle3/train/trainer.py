@@ -23,7 +23,13 @@ from .evaluate import PredictedAcceptance, predict_acceptance
 from .features import TargetFeatures
 from .run_log import RunLog, Window
 from .schedule import Schedule
-from .start import RunData, read_run_data, read_target_config, start_run
+from .start import (
+    RunData,
+    StartCapture,
+    read_run_data,
+    read_target_config,
+    start_run,
+)
 from .step import StepOutput, TrainingStep
 
 __all__ = ["Best", "TrainConfig", "Trainer"]
@@ -34,7 +40,7 @@ Gate = Callable[[TargetFeatures, Sequence[Row]], None]
 LOG_EVERY = 10
 # Not part of what a run is: they may change when it goes on.
 _INCIDENTAL = frozenset(
-    {"out", "device", "features_dir", "rows", "accumulate", "parity_rows"}
+    {"out", "device", "features", "features_dir", "rows", "accumulate", "parity_rows"}
 )
 
 
@@ -61,6 +67,7 @@ class Trainer:
         gate: called on the main process before the first step, with the target and
             some held-out rows.
         data: rows that are split already; None reads and splits those of `config`.
+        start_capture: starts the engine that `features: vllm` asks for.
 
     Raises:
         ValueError: whatever is wrong with rows, target, head or configuration.
@@ -72,6 +79,7 @@ class Trainer:
         report: Report,
         gate: Gate | None = None,
         data: RunData | None = None,
+        start_capture: StartCapture | None = None,
     ) -> None:
         self.config, self.report, self.gate = config, report, gate
         cpu = config.device == "cpu" or not torch.cuda.is_available()
@@ -85,7 +93,11 @@ class Trainer:
         self.data = data or read_run_data(config, self.target_config)
         with self.accelerator.main_process_first():
             self.begun = start_run(
-                config, self.target_config, self.data, _name(self.accelerator.device)
+                config,
+                self.target_config,
+                self.data,
+                _name(self.accelerator.device),
+                start_capture,
             )
         self.head, self.vocab = self.begun.head, self.begun.vocab
         optimizer = torch.optim.AdamW(
