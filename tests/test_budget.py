@@ -17,6 +17,7 @@ from vllm_eagle3.budget import (
 )
 from vllm_eagle3.drafter import TreeShape
 from vllm_eagle3.step_cost import StepWork
+from vllm_eagle3.tree_runs import have_likelier_siblings
 
 CHAINS = BudgetLimits(TreeShape.chain(5))
 TREES = BudgetLimits(TreeShape.chain(5), TreeShape(16, 4, 6))
@@ -51,6 +52,7 @@ def drafts(*confidences: list[float], depths: list[int] | None = None) -> Scored
         [str(row) for row in range(len(confidences))],
         scores,
         levels,
+        np.zeros(scores.shape, dtype=bool),
         np.full(len(confidences), width),
         1 if depths is None else 4,
     )
@@ -83,6 +85,21 @@ def test_cheap_rows_verify_everything_and_dear_rows_nothing() -> None:
     assert not taught(row_ms=40.0).choose(batch, 0).any()
 
 
+def test_a_branch_is_verified_only_where_it_pays_for_more_than_its_row() -> None:
+    budget = taught(row_ms=0.1, limits=TREES)
+    rng = np.random.default_rng(0)
+    for _ in range(200):  # branches cost 3 ms each
+        rows = int(rng.integers(2, 9))
+        branches = int(rng.integers(0, rows - 1))
+        work = StepWork(rows, 0, 1, 0, rows, branches=branches)
+        seconds = seconds_of(work, 0.1) + 0.003 * work.branches
+        budget.observe_step(work, seconds)
+    batch = drafts([0.6, 0.15, 0.12, 0.1], depths=[1, 1, 1, 1])
+    assert budget.choose(batch, 0).sum() == 4
+    batch.branches[:] = [[False, True, True, True]]
+    assert budget.choose(batch, 0).tolist() == [[True, False, False, False]]
+
+
 def test_chosen_nodes_of_trees_bring_their_parents() -> None:
     budget = taught(row_ms=1.5, limits=TREES)
     rng = np.random.default_rng(0)
@@ -94,7 +111,12 @@ def test_chosen_nodes_of_trees_bring_their_parents() -> None:
             above = scores[parent] if parent >= 0 else 0.0
             scores[node] = above + np.log(rng.choice([1.0, 0.9, 0.5, 0.1]))
         batch = ScoredDrafts(
-            ["0"], np.array([scores]), np.array([depths]), np.array([12]), 4
+            ["0"],
+            np.array([scores]),
+            np.array([depths]),
+            have_likelier_siblings(np.array([parents]), np.array([scores])),
+            np.array([12]),
+            4,
         )
         chosen = budget.choose(batch, 0)[0]
         for node, parent in enumerate(parents):
@@ -203,11 +225,16 @@ def test_a_decision_costs_less_than_a_hundredth_of_a_step() -> None:
         [str(r) for r in range(64)],
         scores,
         np.tile(np.repeat([1, 2, 3, 4], 4), (64, 1)),
+        np.tile([False, True, True, True], (64, 4)),
         np.full(64, 16),
         4,
     )
     chain = ScoredDrafts(
-        batch.req_ids, scores[:, :5], np.tile(np.arange(1, 6), (64, 1)), np.full(64, 5)
+        batch.req_ids,
+        scores[:, :5],
+        np.tile(np.arange(1, 6), (64, 1)),
+        np.zeros((64, 5), dtype=bool),
+        np.full(64, 5),
     )
     budget.choose(chain, 0)
     times = []

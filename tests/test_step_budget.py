@@ -40,12 +40,12 @@ def test_decode_steps_are_timed_from_one_to_the_next() -> None:
     budget = StepBudget(policy, lambda: next(times))
     running = {"a", "b"}
     budget.next_step(running.__contains__)
-    budget.plan(["a", "b"], rows=7, context=50, is_decode=True)
+    budget.plan(["a", "b"], rows=7, branches=3, context=50, is_decode=True)
     budget.head_did(HeadWork(1, 2, 15))
     budget.next_step(running.__contains__)
-    assert policy.steps == [(StepWork(7, 50, 1, 2, 15), 0.5)]
+    assert policy.steps == [(StepWork(7, 50, 1, 2, 15, 3), 0.5)]
     # The next one prefills: its time says nothing of a decode step's.
-    budget.plan(["a", "c"], rows=90, context=50, is_decode=False)
+    budget.plan(["a", "c"], rows=90, branches=0, context=50, is_decode=False)
     budget.next_step(running.__contains__)
     assert len(policy.steps) == 1
 
@@ -54,7 +54,7 @@ def test_a_pause_between_batches_is_no_step() -> None:
     policy, times = Listener(), iter([1.0, 900.0])
     budget = StepBudget(policy, lambda: next(times))
     budget.next_step(lambda req_id: True)
-    budget.plan(["a"], rows=1, context=50, is_decode=True)
+    budget.plan(["a"], rows=1, branches=0, context=50, is_decode=True)
     budget.next_step(lambda req_id: False)
     assert policy.steps == []
 
@@ -62,11 +62,14 @@ def test_a_pause_between_batches_is_no_step() -> None:
 def test_drafts_of_any_size_become_a_rectangle() -> None:
     policy = Listener()
     budget = StepBudget(policy)
-    budget.plan(["a", "b"], rows=2, context=50, is_decode=True)
+    budget.plan(["a", "b"], rows=2, branches=0, context=50, is_decode=True)
     scores = [np.log([0.6, 0.5, 0.2]).tolist(), np.log([0.1]).tolist()]
     chosen = budget.choose(["a", "b"], [[-1, 0, 0], [-1]], scores, [3, 1], 50)
     assert [nodes.tolist() for nodes in chosen] == [[0, 1], []]
     (drafts,) = policy.drafts
     assert drafts.depths.tolist() == [[1, 2, 2], [1, 0, 0]]
+    # The root's second child would be one, and padding may be anything.
+    assert drafts.branches[:, :1].tolist() == [[False], [False]]
+    assert drafts.branches[0].tolist() == [False, False, True]
     assert np.isneginf(drafts.scores[1, 1:]).all()
     assert drafts.top_k == 4

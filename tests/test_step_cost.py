@@ -117,3 +117,20 @@ def test_another_world_is_learnt_anew() -> None:
         cost.observe(work, seconds_of(work, speed=20))
     plain = StepWork(4, 800)
     assert predicted(cost, plain) == pytest.approx(seconds_of(plain, speed=20), rel=0.3)
+
+
+def test_branches_of_trees_are_not_taken_for_dear_rows() -> None:
+    """Else chains look dear after trees, and are never tried."""
+    cost, rng = StepCost(), np.random.default_rng(0)
+    for step in range(200):
+        work = StepWork(4, 300, 1, 2, 6)
+        if step % 20:
+            rows = int(rng.integers(3, 9))
+            branches = int(rng.integers(1, rows - 1))
+            work = StepWork(rows, 300, 1, 0, rows, branches)
+        seconds = 0.018 + 0.0002 * work.rows + 0.001 * (work.levels + work.branches)
+        cost.observe(work, seconds * (1 + 0.02 * rng.normal()))
+    chain = cost.seconds(5, context=300, head_passes=1, levels=0, head_rows=5)
+    tree = cost.seconds(5, context=300, head_passes=1, head_rows=5, branches=3)
+    assert float(tree) == pytest.approx(0.022, rel=0.03)
+    assert 0.001 < float(tree - chain) < 0.004

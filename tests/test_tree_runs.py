@@ -12,6 +12,7 @@ from vllm_eagle3.tree_runs import (
     batch_trees,
     blocks_per_branch,
     depth_first,
+    have_likelier_siblings,
     lineage,
     num_branches,
     plan_commit,
@@ -157,3 +158,27 @@ def path_of(
         path.append(start + 1 + node)
         node = int(parents[node])
     return [start, *reversed(path)]
+
+
+def test_later_children_are_the_branches_of_any_likeliest_nodes() -> None:
+    rng = np.random.default_rng(0)
+    parents = np.array([[rng.integers(-1, n) for n in range(12)] for _ in range(20)])
+    scores = np.zeros(parents.shape)
+    for node in range(12):
+        above = np.take_along_axis(scores, parents[:, node : node + 1].clip(min=0), 1)
+        above = np.where(parents[:, node] >= 0, above[:, 0], 0.0)
+        scores[:, node] = above - rng.choice([0.0, 0.1, 1.0], size=20)
+    found = have_likelier_siblings(parents, scores)
+    for tree, values, more in zip(parents, scores, found, strict=True):
+        order = np.argsort(-values, kind="stable")
+        for count in range(13):
+            kept = np.sort(order[:count])
+            place = {int(node): new for new, node in enumerate(kept)} | {-1: -1}
+            part = np.array([[place[int(p)] for p in tree[kept]]], dtype=int)
+            runs = depth_first(part)[0] if count else kept
+            new = np.argsort(runs)
+            above = part[0][runs]
+            sent = np.where(above >= 0, new[above.clip(min=0)], -1) if count else above
+            assert (
+                num_branches(np.array(sent, dtype=int).reshape(-1)) == more[kept].sum()
+            )

@@ -94,6 +94,8 @@ class ScoredDrafts:
         req_ids: one for each row.
         scores: [num_reqs, num_nodes], log-probability of the path; -inf is padding.
         depths: [num_reqs, num_nodes], 1 for children of the root.
+        branches: [num_reqs, num_nodes], bool: has a likelier sibling, so that it is a
+            branch more to verify.
         max_nodes: [num_reqs], most nodes that a request may have verified.
         top_k: children a node had; 1 for chains.
     """
@@ -101,6 +103,7 @@ class ScoredDrafts:
     req_ids: list[str]
     scores: np.ndarray
     depths: np.ndarray
+    branches: np.ndarray
     max_nodes: np.ndarray
     top_k: int = 1
 
@@ -199,7 +202,10 @@ class DraftBudget:
         num_reqs = len(drafts.req_ids)
         gains = np.append(0, expected[allowed][order].cumsum())
         rows = num_reqs + np.arange(len(gains))
-        rate = (num_reqs + gains) / self._seconds(rows, num_reqs, context, self._plan)
+        branches = np.append(0, drafts.branches[allowed][order].cumsum())
+        seconds = self._seconds(rows, num_reqs, context, self._plan)
+        seconds = seconds + branches * self.cost.rates.branch
+        rate = (num_reqs + gains) / seconds
         if self._plan.shape is None:
             self._ask_again(gains, rows, context)
         kept = np.zeros(len(order), dtype=bool)
@@ -280,12 +286,13 @@ class DraftBudget:
         plan = DraftPlan(shape)
         if shape is None:
             return num_reqs / float(self._seconds(num_reqs, num_reqs, context, plan))
-        gains, depths = self._samples[shape.top_k].replay(
+        gains, branches, depths = self._samples[shape.top_k].replay(
             shape.depth, num_reqs, self._min_masses(shape, rate, num_reqs, context)
         )
         tokens = num_reqs + gains
         rows = num_reqs + np.arange(gains.shape[1])
         seconds = self._seconds(rows, num_reqs, context, plan, levels=0)
+        seconds = seconds + branches * self.cost.rates.branch
         seconds = seconds + (depths - 1)[:, None] * self._level(shape, num_reqs)
         each = np.arange(len(tokens)), (tokens / seconds).argmax(axis=1)
         return float(tokens[each].sum() / seconds[each].sum())
@@ -384,13 +391,14 @@ class DraftBudget:
         confident = np.exp(drafts.scores, where=real, out=np.zeros_like(expected))
         self._bias += 0.05 * (expected.sum() / confident.sum() - self._bias)
         if drafts.top_k > 1:
-            self._samples[drafts.top_k].add(expected, drafts.depths)
+            self._samples[drafts.top_k].add(expected, drafts.depths, drafts.branches)
             return
         self._learn_continuation(expected)
         length = self.limits.chain.depth
         self._samples[1].add(
             _continue_chains(expected[:, :length], length, self._continuation),
             np.broadcast_to(np.arange(1, length + 1), (len(expected), length)),
+            np.zeros((len(expected), length), dtype=bool),
         )
 
     def _learn_continuation(self, chains: np.ndarray) -> None:

@@ -25,6 +25,7 @@ class DraftSamples:
         size = max(_SAMPLED_NODES // shape.num_nodes, MIN_SAMPLES)
         self._probabilities = np.zeros((size, shape.num_nodes))
         self._depths = np.zeros((size, shape.num_nodes), dtype=int)
+        self._branches = np.zeros((size, shape.num_nodes), dtype=bool)
         self._count = 0
 
     def __len__(self) -> int:
@@ -35,13 +36,16 @@ class DraftSamples:
         """Whether there are enough to judge plans by."""
         return len(self) >= MIN_SAMPLES
 
-    def add(self, probabilities: np.ndarray, depths: np.ndarray) -> None:
+    def add(
+        self, probabilities: np.ndarray, depths: np.ndarray, branches: np.ndarray
+    ) -> None:
         """Remember drafts, [num_drafts, up to num_nodes]; probability 0 is padding."""
         size, width = len(self._depths), probabilities.shape[1]
         new = min(len(probabilities), size)
         for values, memory in (
             (probabilities, self._probabilities),
             (depths, self._depths),
+            (branches, self._branches),
         ):
             memory[: size - new] = memory[new:]
             memory[size - new :] = 0
@@ -50,7 +54,7 @@ class DraftSamples:
 
     def replay(
         self, depth: int, num_reqs: int, min_masses: Sequence[float] | np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Grow the drafts again, `num_reqs` at a time, each time one step.
 
         Args:
@@ -61,6 +65,7 @@ class DraftSamples:
         Returns:
             gains: [steps, nodes + 1], expected accepted nodes when so many of the best
                 nodes are verified, from none on.
+            branches: [steps, nodes + 1], that these nodes have.
             depths: [steps], that were grown.
         """
         steps = max(len(self) // num_reqs, 1)
@@ -72,9 +77,12 @@ class DraftSamples:
             here = np.where(depths == level, probabilities, 0)
             grown[self._mass(here, num_reqs) < min_masses[level - 1]] = level
         values = np.where(depths <= grown[:, None], probabilities, 0)
-        gains = np.zeros((steps, values.shape[1] + 1))
-        np.cumsum(-np.sort(-values, axis=1), axis=1, out=gains[:, 1:])
-        return gains, grown
+        gains, branches = np.zeros((2, steps, values.shape[1] + 1))
+        order = np.argsort(-values, axis=1, kind="stable")
+        np.cumsum(np.take_along_axis(values, order, 1), axis=1, out=gains[:, 1:])
+        more = self._branches[last].reshape(steps, -1)
+        np.cumsum(np.take_along_axis(more, order, 1), axis=1, out=branches[:, 1:])
+        return gains, branches, grown
 
     def _mass(self, level: np.ndarray, num_reqs: int) -> np.ndarray:
         """Sum over the requests' best nodes of a level, as many as grow on, [steps]."""

@@ -22,6 +22,7 @@ from .budget import BudgetLimits, DraftBudget, DraftPlan, Policy, ScoredDrafts, 
 from .drafter import TreeShape
 from .recording import ACCEPTANCE, STEPS
 from .step_cost import KNOTS, StepCost, StepWork
+from .tree_runs import have_likelier_siblings
 from .validation import explain
 
 WARM_UP = 100  # steps in which a budget gets to know the machine
@@ -35,6 +36,7 @@ class CostCurve(BaseModel):
         verify_ms: [rows, ms] pairs; the target over that many rows, and all that a step
             does beside. Interpolated, and extrapolated by the last two.
         context_ms: a thousand tokens of context more.
+        branch_ms: a branch of a tree, beside its rows.
         head_pass_ms, level_ms, head_row_ms: the head's first pass, a further level, and
             a row of either.
         noise: standard deviation of a step's time, in parts of it.
@@ -45,6 +47,7 @@ class CostCurve(BaseModel):
     name: str = ""
     verify_ms: tuple[tuple[float, float], ...] = Field(min_length=2)
     context_ms: float = Field(default=0.0, ge=0)
+    branch_ms: float = Field(default=0.0, ge=0)
     head_pass_ms: float = Field(ge=0)
     level_ms: float = Field(ge=0)
     head_row_ms: float = Field(default=0.0, ge=0)
@@ -66,6 +69,7 @@ class CostCurve(BaseModel):
             verify += max(slope, 0.0) * (work.rows - rows[-1])
         head = work.head_passes * self.head_pass_ms + work.levels * self.level_ms
         head += work.head_rows * self.head_row_ms
+        verify += work.branches * self.branch_ms
         return (verify + head + work.context / 1000 * self.context_ms) / 1000
 
 
@@ -96,6 +100,11 @@ class TracedDraft:
         mask = np.zeros(len(parents), dtype=bool)
         mask[list(accepted)] = True
         return cls(np.array(scores), np.array(depths), np.array(parents), mask)
+
+    @property
+    def num_branches(self) -> int:
+        """Runs but for the first one: every child after the first of its parent."""
+        return len(self.parents) - len(set(self.parents.tolist()))
 
     def limited(self, shape: TreeShape) -> TracedDraft:
         """What a head would have drafted within a smaller shape."""
@@ -226,15 +235,18 @@ def _choose(
     width = max(len(d.scores) for d in drafts)
     scores = np.full((len(drafts), width), -np.inf)
     depths = np.zeros((len(drafts), width), dtype=int)
+    parents = np.full((len(drafts), width), -1)
     for row, draft in enumerate(drafts):
         scores[row, : len(draft.scores)] = draft.scores
         depths[row, : len(draft.scores)] = draft.depths
+        parents[row, : len(draft.scores)] = draft.parents
     is_chain = all(len(d.depths) == d.depths.max(initial=0) for d in drafts)
     kept = policy.choose(
         ScoredDrafts(
             [str(req) for req in range(len(drafts))],
             scores,
             depths,
+            have_likelier_siblings(parents, scores),
             np.full(len(drafts), width),
             1 if is_chain else _top_k_of(policy),
         ),
@@ -280,10 +292,11 @@ def _work(
     levels: int,
 ) -> StepWork:
     rows = batch + sum(len(d.scores) for d in verified)
+    branches = sum(draft.num_branches for draft in verified)
     if plan.shape is None:
-        return StepWork(rows, context)
+        return StepWork(rows, context, branches=branches)
     head_rows = rows + levels * batch * plan.shape.top_k
-    return StepWork(rows, context, 1, levels, head_rows)
+    return StepWork(rows, context, 1, levels, head_rows, branches)
 
 
 def _count(
@@ -337,7 +350,11 @@ def curve_of_steps(path: Path) -> CostCurve:
     try:
         steps = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         for step in steps:
-            cost.observe(StepWork(**{k: step[k] for k in _WORK}), step["seconds"])
+            # Older records say nothing of branches.
+            work = StepWork(
+                **{k: step[k] for k in _WORK}, branches=step.get("branches", 0)
+            )
+            cost.observe(work, step["seconds"])
         widest = max(step["rows"] for step in steps)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -356,6 +373,7 @@ def curve_of_steps(path: Path) -> CostCurve:
         name=str(path),
         verify_ms=tuple(zip(rows.tolist(), (1000 * plain).tolist(), strict=True)),
         context_ms=more(context=1000),
+        branch_ms=more(branches=1),
         head_pass_ms=more(head_passes=1),
         level_ms=more(levels=1),
         head_row_ms=more(head_rows=1),

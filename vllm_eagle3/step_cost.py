@@ -3,7 +3,8 @@
 A step verifies `rows` tokens with the target and then runs the head a few times. Its
 cost is linear in what it did: piecewise linear in the rows (a memory-bound target
 verifies the first few almost for free, a compute-bound one pays for each), plus context
-to read, plus passes and rows of the head. A Kalman filter tracks the coefficients, so
+to read, plus branches of trees (each reads its prefix again), plus passes and rows of
+the head. A Kalman filter tracks the coefficients, so
 that nothing has to be calibrated, an engine that drifts is followed, and batch sizes
 that were never seen borrow from their neighbours.
 """
@@ -19,15 +20,15 @@ KNOTS = np.sort(np.append(2.0 ** np.arange(13), [3.0, 6.0]))
 # From so many rows on more never cost less. Fewer may: a CPU's products of 2 rows take
 # longer than those of 4, and a budget that does not see it verifies too little.
 _RISING_FROM = 8
-_CONTEXT, _HEAD_PASS, _LEVEL, _HEAD_ROW = range(len(KNOTS), len(KNOTS) + 4)
+_CONTEXT, _BRANCH, _HEAD_PASS, _LEVEL, _HEAD_ROW = range(len(KNOTS), len(KNOTS) + 5)
 _CONTEXT_UNIT = 1000.0  # tokens
 
 # Before anything is known, in parts of a plain step of one row: a one-layer head with
 # its output layer beside a target of some tens of layers. Wide, and soon forgotten.
-_PRIOR_MEAN = np.concatenate([1 + KNOTS / 100, [0.02, 0.05, 0.06, 0.002]])
+_PRIOR_MEAN = np.concatenate([1 + KNOTS / 100, [0.02, 0.01, 0.05, 0.06, 0.002]])
 _COMMON_SD = 0.3  # of everything together
 _KNOT_SD = 0.5  # from some rows to twice as many
-_TERM_SD = (0.02, 0.05, 0.06, 0.004)
+_TERM_SD = (0.02, 0.02, 0.05, 0.06, 0.004)
 
 _NOISE = 0.1  # of a step's time
 _DRIFT = (
@@ -61,6 +62,7 @@ class StepWork:
         head_passes: first passes of the head, over new tokens; 0 where it waits.
         levels: further passes of the head, one for each level that grew.
         head_rows: rows of all passes of the head.
+        branches: of the trees that are verified, all requests together.
     """
 
     rows: int
@@ -68,6 +70,7 @@ class StepWork:
     head_passes: int = 0
     levels: int = 0
     head_rows: int = 0
+    branches: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,12 @@ class _Rates:
     Attributes:
         target: [knots], of the target over so many rows.
         context: of a thousand tokens in the cache.
-        head_pass, level, head_row: as in `StepWork`, of one each.
+        branch, head_pass, level, head_row: as in `StepWork`, of one each.
     """
 
     target: np.ndarray
     context: float
+    branch: float
     head_pass: float
     level: float
     head_row: float
@@ -131,8 +135,9 @@ class StepCost:
         head_passes: float = 0,
         levels: float = 0,
         head_rows: float = 0,
+        branches: np.ndarray | float = 0,  # like rows
     ) -> np.ndarray:
-        """Seconds of steps that differ in their rows and are otherwise alike."""
+        """Seconds of steps that differ in rows and branches and are otherwise alike."""
         known = self.rates
         beside = (
             context / _CONTEXT_UNIT * known.context
@@ -140,7 +145,8 @@ class StepCost:
             + levels * known.level
             + head_rows * known.head_row
         )
-        return np.interp(rows, KNOTS, known.target) + beside
+        verify = np.interp(rows, KNOTS, known.target)
+        return verify + np.asarray(branches) * known.branch + beside
 
     @property
     def rates(self) -> _Rates:
@@ -189,9 +195,10 @@ def _weights(rows: np.ndarray | float) -> np.ndarray:
 
 def _terms(work: StepWork) -> np.ndarray:
     """The coefficients' factors, [terms]: weights of two knots, then counts."""
-    terms = np.zeros(len(KNOTS) + 4)
+    terms = np.zeros(len(KNOTS) + 5)
     terms[: len(KNOTS)] = _weights(work.rows)
     terms[_CONTEXT] = work.context / _CONTEXT_UNIT
+    terms[_BRANCH] = work.branches
     terms[_HEAD_PASS], terms[_LEVEL] = work.head_passes, work.levels
     terms[_HEAD_ROW] = work.head_rows
     return terms

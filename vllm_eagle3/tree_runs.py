@@ -161,6 +161,26 @@ def num_branches(parents: Array) -> int:
     return int((parents != np.arange(-1, len(parents) - 1)).sum())
 
 
+def have_likelier_siblings(
+    parents: Array,  # [num_reqs, num_nodes], -1 for the root and for padding
+    scores: Array,  # [num_reqs, num_nodes]
+) -> Array:
+    """Nodes that are a branch more once they are verified, bool [num_reqs, num_nodes].
+
+    Of the likeliest nodes of a tree, the first child of each parent goes on with its
+    parent's run, and every other child begins one.
+    """
+    order = np.argsort(-scores, axis=1, kind="stable")
+    family = np.take_along_axis(parents, order, axis=1)
+    family += np.arange(len(parents))[:, None] * (parents.shape[1] + 1)
+    _, first = np.unique(family, return_index=True)
+    later = np.ones(family.size, dtype=bool)
+    later[first] = False
+    found = np.empty(parents.shape, dtype=bool)
+    np.put_along_axis(found, order, later.reshape(parents.shape), axis=1)
+    return found
+
+
 def blocks_per_branch(longest_path: int, block_size: int) -> int:
     """Scratch blocks that hold any path of so many rows, wherever the prefix ends."""
     return (longest_path + block_size - 2) // block_size + 1

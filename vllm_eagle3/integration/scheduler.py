@@ -201,7 +201,13 @@ class Eagle3Scheduler(Scheduler):
             for req_id, count in scheduled.items()
         )
         rows = output.total_num_scheduled_tokens
-        plan = budget.plan(scheduled.keys(), rows, self._context(scheduled), is_decode)
+        branches = sum(
+            num_branches(np.array(drafted.parents, dtype=int))
+            for drafted in self._scheduled.values()
+        )
+        plan = budget.plan(
+            scheduled.keys(), rows, branches, self._context(scheduled), is_decode
+        )
         nodes = 0 if plan.shape is None else plan.shape.num_nodes
         output.num_spec_tokens_to_schedule = nodes
         self.counts.planned_nodes += nodes

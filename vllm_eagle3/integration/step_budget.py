@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ..budget import DraftPlan, Policy, ScoredDrafts
 from ..step_cost import HeadWork, StepWork
+from ..tree_runs import have_likelier_siblings
 
 
 class StepBudget:
@@ -40,23 +42,34 @@ class StepBudget:
         if self._work is not None and any(map(is_alive, self._req_ids)):
             work, head = self._work, self._head
             self.policy.observe_step(
-                StepWork(work.rows, work.context, head.passes, head.levels, head.rows),
+                replace(
+                    work,
+                    head_passes=head.passes,
+                    levels=head.levels,
+                    head_rows=head.rows,
+                ),
                 now - self._began,
             )
         self._began, self._work, self._head = now, None, HeadWork()
 
     def plan(
-        self, req_ids: Collection[str], rows: int, context: int, is_decode: bool
+        self,
+        req_ids: Collection[str],
+        rows: int,
+        branches: int,
+        context: int,
+        is_decode: bool,
     ) -> DraftPlan:
         """What to draft after the step that has been scheduled.
 
         Args:
-            rows: that it verifies.
+            rows, branches: that it verifies.
             context: tokens in the KV cache, all requests together.
             is_decode: it prefills nothing, so its duration says what a step costs.
         """
         self._req_ids = req_ids
-        self._work = StepWork(rows, context) if is_decode else None
+        work = StepWork(rows, context, branches=branches)
+        self._work = work if is_decode else None
         self.last_plan = self.policy.plan(len(req_ids), context)
         return self.last_plan
 
@@ -76,14 +89,17 @@ class StepBudget:
         width = max(map(len, scores), default=0)
         padded = np.full((len(req_ids), width), -np.inf)
         depths = np.zeros((len(req_ids), width), dtype=int)
+        above = np.full((len(req_ids), width), -1)
         for row, (tree, values) in enumerate(zip(parents, scores, strict=True)):
             padded[row, : len(values)] = values
             depths[row, : len(tree)] = depths_of(tree)
+            above[row, : len(tree)] = tree
         shape = self.last_plan.shape
         drafts = ScoredDrafts(
             req_ids,
             padded,
             depths,
+            have_likelier_siblings(above, padded),
             np.array(max_nodes, dtype=int),
             1 if shape is None else shape.top_k,
         )
