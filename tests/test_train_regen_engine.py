@@ -36,9 +36,9 @@ def test_streamed_replies_are_those_of_a_batch(
     ]
     out = tmp_path / "rows.jsonl"
     assert write_replies(engine, asks, out, lambda *_: None) == sum(lengths)
-    whole = engine.generate(prompts, Sampling(0.0, max(lengths), ignore_eos=True))
-    few_at_once = Sampling(0.0, max(lengths), ignore_eos=True)
-    assert engine.generate(prompts, few_at_once, at_once=2) == whole
+    longest = Sampling(0.0, max(lengths), ignore_eos=True)
+    whole = engine.generate(prompts, longest)
+    assert engine.generate(prompts, longest, at_once=2) == whole
     rows = read_rows([out])
     assert [row.ids[:3] for row in rows] != prompts
     replies = {row.ids[:3]: row.ids[3:] for row in rows}

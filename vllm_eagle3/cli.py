@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data", no_args_is_help=True)
 # Commands that compute in their own process, engine or trainer, are restarted once with
-# the libraries that vLLM wants on a CPU (training is a fifth quicker with them). The
+# the libraries that vLLM wants on a CPU (training is 15% quicker with them). The
 # processes that `bench` and `demo` start get them without that.
 COMPUTING_COMMANDS = frozenset({"data", "train", "scale"})
 _DEFAULT_MODE = EngineMode()

@@ -37,8 +37,7 @@ from .features import Features, TargetFeatures
 
 FeaturesOf = Callable[[Batch], Features]
 StartCapture = Callable[[EngineSpec], Captures]
-# Of a GPU's memory that an engine takes beside the trainer; it keeps no cache between
-# batches.
+# Part of a GPU's memory for the engine; the rest is the trainer's.
 _CAPTURE_MEMORY = 0.35
 
 
