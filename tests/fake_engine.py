@@ -33,13 +33,13 @@ class FakeEngine:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
+        samplings: Sequence[Sampling],
         at_once: int | None = None,
     ) -> list[Generation]:
         if self.behaviour == "crash":
             print("about to crash", file=sys.stderr, flush=True)
             os._exit(7)
-        return [self._generate(ids, sampling) for ids in prompts]
+        return [self._generate(*each) for each in zip(prompts, samplings, strict=True)]
 
     def _generate(self, ids: Sequence[int], sampling: Sampling) -> Generation:
         tokens = [ids[-1] + 1 + i for i in range(sampling.max_tokens)]

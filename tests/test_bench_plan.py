@@ -118,6 +118,7 @@ def test_kv_cache_has_room_for_the_scratch_blocks_of_trees(
         ({"repeats": 0}, "repeats: got 0"),
         ({"warm_up": -1}, "warm_up: got -1"),
         ({"waves": 0}, "waves: got 0"),
+        ({"stagger": True}, "stagger: got it with waves 1"),
         ({"dtype": "int8"}, "dtype: got 'int8'"),
         ({"max_model_len": CONTEXT + 1}, "max_model_len: got 257, want at most 256"),
         ({"max_tokens": CONTEXT}, r"prompts\.txt:1: 4 tokens and 256 new ones"),

@@ -176,6 +176,13 @@ def test_waves_keep_a_batch_full(tmp_path: Path) -> None:
     assert "batches kept full for 3 times their size" in conditions(results)
 
 
+def test_staggered_waves_start_with_shorter_replies(tmp_path: Path) -> None:
+    runs, _, results = bench(tmp_path, batch="2", waves=3, stagger=True)
+    assert runs["off"]["requests"] == 6
+    assert runs["off"]["new_tokens"] == 3 + 5 * 6
+    assert "requests ending one by one" in conditions(results)
+
+
 def test_acceptance_by_task(tmp_path: Path) -> None:
     prompts = tmp_path / "tasks.jsonl"
     prompts.write_text(

@@ -1,6 +1,11 @@
 from pathlib import Path
 
-from vllm_eagle3.bench.workload import MIXED, make_batches, task_names
+from vllm_eagle3.bench.workload import (
+    MIXED,
+    make_batches,
+    staggered,
+    task_names,
+)
 from vllm_eagle3.prompts import read_prompts
 
 TWO_TASKS = ("chat", "chat", "chat", "code", "code")
@@ -49,3 +54,9 @@ def test_waves_are_more_requests_of_the_same_batch_size():
     (batch,) = make_batches(("chat", "chat"), 2, waves=3)
     assert batch.prompts == (0, 1, 0, 1, 0, 1)
     assert batch.at_once == 2
+
+
+def test_staggered_requests_end_one_after_the_other():
+    assert staggered(48, at_once=4, num_requests=10) == [12, 24, 36, 48] + [48] * 6
+    assert staggered(2, at_once=4, num_requests=4) == [1, 1, 2, 2]
+    assert staggered(48, at_once=1, num_requests=2) == [48, 48]

@@ -80,6 +80,7 @@ _SERVER_HELP = (
     "the number of clients, --target its tokenizer."
 )
 _WAVES_HELP = "N batches' worth of requests; one that ends makes room for the next."
+_STAGGER_HELP = "Shorter replies in the first wave: requests come and go one by one."
 _WARM_UP_HELP = "Times through all prompts before any is counted."
 _CONTROLS_HELP = f"Add {', '.join(CONTROLS)}; chains only where none is named."
 
@@ -166,6 +167,7 @@ def bench(
     ] = False,
     repeats: Annotated[int, typer.Option(help="Times through all prompts.")] = 1,
     waves: Annotated[int, typer.Option(help=_WAVES_HELP)] = 1,
+    stagger: Annotated[bool, typer.Option("--stagger", help=_STAGGER_HELP)] = False,
     warm_up: Annotated[int, typer.Option(help=_WARM_UP_HELP)] = 0,
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32.")
@@ -219,6 +221,7 @@ def bench(
         ignore_eos=ignore_eos,
         repeats=repeats,
         waves=waves,
+        stagger=stagger,
         warm_up=warm_up,
         dtype=dtype,
         max_model_len=max_model_len,

@@ -32,6 +32,13 @@ class Sampling:
     top_logprobs: int | None = None
 
 
+def one_each(
+    sampling: Sampling | Sequence[Sampling], num_prompts: int
+) -> Sequence[Sampling]:
+    """Of every prompt, where one may be given for all."""
+    return [sampling] * num_prompts if isinstance(sampling, Sampling) else sampling
+
+
 @dataclass(frozen=True)
 class Generation:
     """New tokens of one prompt.
@@ -138,12 +145,13 @@ class Engine(Streams, Protocol):
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
+        sampling: Sampling | Sequence[Sampling],
         at_once: int | None = None,
     ) -> list[Generation]:
         """Continue all prompts; results in the order of the prompts.
 
         Args:
+            sampling: of all prompts, or one for each.
             at_once: how many run together, the next one starting where one ends; None
                 starts all together.
         """

@@ -111,7 +111,10 @@ def _row(cells: tuple[str, ...], tag: str) -> str:
 
 def _waves(options: Mapping[str, Any]) -> str:
     waves = options.get("waves", 1)
-    return f", batches kept full for {waves} times their size" if waves > 1 else ""
+    if waves == 1:
+        return ""
+    apart = ", requests ending one by one" if options.get("stagger") else ""
+    return f", batches kept full for {waves} times their size{apart}"
 
 
 def _warm_up(options: Mapping[str, Any]) -> str:

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_eagle3 import embedded
 from vllm_eagle3.bench.launch import KV_CACHE_GIB, worker_environ
 from vllm_eagle3.bench.methods import Method, parse_methods, with_controls
-from vllm_eagle3.bench.workload import PromptBatch, make_batches, task_names
+from vllm_eagle3.bench.workload import (
+    PromptBatch,
+    make_batches,
+    staggered,
+    task_names,
+)
 from vllm_eagle3.config import KEY, read_options
 from vllm_eagle3.embedded import resolve_head, resolve_target
 from vllm_eagle3.engine import EngineMode, EngineSpec, Sampling
@@ -44,6 +49,7 @@ class BenchOptions:
     ignore_eos: bool = False
     repeats: int = 1
     waves: int = 1  # requests of a measurement, in batches
+    stagger: bool = False  # of the first wave, so that requests end one by one
     warm_up: int = 0  # times through all prompts before any of them is counted
     dtype: str = "bfloat16"
     max_model_len: int = 2048
@@ -122,6 +128,16 @@ class BenchPlan:
 
     def _prompt_length(self, prompt: int) -> int:
         return len(self.prompt_ids[prompt])
+
+    def samplings(self, batch: PromptBatch, sampling: Sampling) -> list[Sampling]:
+        """How the replies of a batch are sampled, one for each prompt."""
+        size, most = len(batch.prompts), sampling.max_tokens
+        limits = (
+            staggered(most, batch.at_once, size)
+            if self.options.stagger
+            else [most] * size
+        )
+        return [replace(sampling, max_tokens=limit) for limit in limits]
 
     def sampling(self, setting: Setting) -> Sampling:
         """How replies are sampled at a setting."""
@@ -234,6 +250,11 @@ def _check_numbers(options: BenchOptions) -> None:
     for name in ("max_tokens", "repeats", "waves", "max_model_len"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}: got {getattr(options, name)}, want 1 or more")
+    if options.stagger and options.waves == 1:
+        raise ValueError(
+            "stagger: got it with waves 1, want at least 2, since only what follows "
+            "the first wave profits from it; try waves 3"
+        )
     if options.warm_up < 0:
         raise ValueError(f"warm_up: got {options.warm_up}, want 0 or more")
     if options.reliability and options.head is None:

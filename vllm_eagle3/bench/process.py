@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_eagle3.acceptance import DraftCounts
-from vllm_eagle3.engine import EngineSpec, Generation, Sampling, StepTimes
+from vllm_eagle3.engine import EngineSpec, Generation, Sampling, StepTimes, one_each
 
 LOG_TAIL_LINES = 15
 STOP_SECONDS = 20
@@ -87,16 +87,20 @@ class WorkerProcess:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
+        sampling: Sampling | Sequence[Sampling],
         at_once: int | None = None,
     ) -> Timed:
         """Continue the prompts, all together or so many at a time.
+
+        Args:
+            sampling: of all prompts, or one for each.
 
         Raises:
             WorkerError: the engine refused or died.
         """
         ids = [list(prompt) for prompt in prompts]
-        message = {"op": "generate", "prompts": ids, "sampling": asdict(sampling)}
+        fields = [asdict(each) for each in one_each(sampling, len(ids))]
+        message = {"op": "generate", "prompts": ids, "samplings": fields}
         self._send(message | {"at_once": at_once})
         reply = self._receive()
         counts = reply["counts"]

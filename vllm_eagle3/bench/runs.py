@@ -169,7 +169,7 @@ def _generate(
     plan: BenchPlan, worker: WorkerProcess, batch: PromptBatch, sampling: Sampling
 ) -> Timed:
     prompts = [plan.prompt_ids[index] for index in batch.prompts]
-    return worker.generate(prompts, sampling, batch.at_once)
+    return worker.generate(prompts, plan.samplings(batch, sampling), batch.at_once)
 
 
 def _rotated(methods: tuple[Method, ...], by: int) -> tuple[Method, ...]:

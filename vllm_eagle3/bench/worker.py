@@ -6,7 +6,8 @@ Requests come on standard input, replies go to the standard output the process w
 started with; everything else that prints (vLLM, compilers) is sent to standard error.
 
     {"op": "start", "spec": {...}}             -> {"seconds": s}
-    {"op": "generate", "prompts": [[id, ...], ...], "sampling": {...}, "at_once": N}
+    {"op": "generate", "prompts": [[id, ...], ...], "samplings": [{...}, ...],
+     "at_once": N}
         -> {"seconds": s, "generations": [...], "counts": {...},
             "step_times": {...}}
     {"op": "score", "prompts": [[id, ...], ...]} -> {"scores": [[nats, ...], ...]}
@@ -80,10 +81,10 @@ class _Session:
         )
 
     def _generate(self, engine: Engine, request: Message) -> Message:
-        sampling = Sampling(**request["sampling"])
+        samplings = [Sampling(**fields) for fields in request["samplings"]]
         before, times = engine.metrics(), engine.step_times()
         began = time.perf_counter()
-        generations = engine.generate(request["prompts"], sampling, request["at_once"])
+        generations = engine.generate(request["prompts"], samplings, request["at_once"])
         seconds = time.perf_counter() - began
         return {
             "seconds": seconds,

@@ -6,7 +6,9 @@ prompts from the front: a batch of 64 is 64 requests, also where there are 12 pr
 
 In one wave all requests start together, and the batch thins out as they end. In
 several waves the next request takes the place of one that ends, as in a server that has
-always enough to do; only the last wave thins out.
+always enough to do; only the last wave thins out. Staggered, the first wave's requests
+end one by one, and so do those that follow them: otherwise replies of equal length all
+end in one step, but only without drafts, and the next prompts are prefilled together.
 """
 
 from __future__ import annotations
@@ -33,6 +35,12 @@ class PromptBatch:
     task: str
     prompts: tuple[int, ...]
     at_once: int
+
+
+def staggered(max_tokens: int, at_once: int, num_requests: int) -> list[int]:
+    """Most new tokens of each request, so that one ends after the other."""
+    first = [-(-max_tokens * (place + 1) // at_once) for place in range(at_once)]
+    return (first + [max_tokens] * num_requests)[:num_requests]
 
 
 def task_names(files: Sequence[tuple[str, Sequence[Prompt]]]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.reader import Counter, Metric, Vector
 
 from vllm_eagle3.acceptance import DraftCounts
-from vllm_eagle3.engine import EngineSpec, Generation, Sampling, StepTimes
+from vllm_eagle3.engine import EngineSpec, Generation, Sampling, StepTimes, one_each
 from vllm_eagle3.integration.step_times import StepStopwatch
 
 # On a CPU vLLM would take 92% of all memory, and refuse where others use some of it.
@@ -40,16 +40,17 @@ class VllmEngine:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
+        sampling: Sampling | Sequence[Sampling],
         at_once: int | None = None,
     ) -> list[Generation]:
+        samplings = one_each(sampling, len(prompts))
         if at_once is not None and at_once < len(prompts):
-            requests = ((ids, sampling) for ids in prompts)
+            requests = zip(prompts, samplings, strict=True)
             ended = dict(self._stream(requests, at_once))
             return [ended[number] for number in range(len(prompts))]
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(ids)} for ids in prompts],
-            _sampling_params(sampling),
+            [_sampling_params(each) for each in samplings],
             use_tqdm=False,
         )
         return [_generation(output.outputs[0]) for output in outputs]
