@@ -64,7 +64,7 @@ def forced(handle: EngineHandle, plans: Callable[[int], DraftPlan]) -> Iterator[
         turn = next(steps) % 3
         return real & (drafts.scores >= median) if turn else real
 
-    policy.plan = lambda num_reqs, context: plans(next(steps))
+    policy.plan = lambda num_reqs, context, waiting: plans(next(steps))
     policy.choose = half
     try:
         yield
@@ -143,3 +143,28 @@ def test_a_head_that_waited_drafts_as_one_that_never_did(auto: EngineHandle) -> 
         return [(s.num_before, s.token_ids, s.parents, s.emitted) for s in steps]
 
     assert drafts(later) == drafts(always)
+
+
+def test_requests_that_never_draft_cost_no_pass_of_the_head(
+    auto: EngineHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, work = runner_of(auto), workload("f1", "long")
+    # Nobody looks for the blocks of requests that have ended.
+    monkeypatch.setattr(runner.cache_config, "enable_prefix_caching", False)
+    params = work.params()
+    for each in params:
+        each.skip_reading_prefix_cache = True
+    passes: list[int] = []
+    hook = runner.drafter.model.register_forward_hook(lambda *_: passes.append(1))
+    preemptions = counter(auto, "vllm:num_preemptions")
+    try:
+        with forced(auto, in_turn([OFF])):
+            run = auto.run(work.prompts, params)
+        assert [len(reply) for reply in run.token_ids] == work.lengths
+        assert counter(auto, "vllm:num_preemptions") > preemptions
+        assert not passes
+        with forced(auto, in_turn([TREE])):
+            run = auto.run(work.prompts[:2], work.params()[:2])
+        assert passes and run.accepted > 0
+    finally:
+        hook.remove()

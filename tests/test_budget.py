@@ -253,3 +253,15 @@ def test_a_decision_costs_less_than_a_hundredth_of_a_step() -> None:
 def test_the_same_steps_lead_to_the_same_plans(limits: BudgetLimits) -> None:
     first, second = (run(DraftBudget(limits), 0.5, 4, 150, 0.6) for _ in range(2))
     assert first == second
+
+
+def test_drafting_is_tried_less_often_where_many_rows_wait_for_the_head() -> None:
+    def tries(waiting: int) -> int:
+        budget = taught(row_ms=5.0)
+        for _ in range(30):
+            budget.choose(drafts([0.3, 0.1, 0.05, 0.02, 0.01]), 0)
+            budget.observe_step(StepWork(1), seconds_of(StepWork(1), 5.0))
+        plans = [budget.plan(1, 0, waiting) for _ in range(3000)]
+        return sum(plan.shape is not None for plan in plans)
+
+    assert 0 < tries(waiting=20_000) < tries(waiting=0)

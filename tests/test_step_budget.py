@@ -21,7 +21,7 @@ class Listener:
         self.steps: list[tuple[StepWork, float]] = []
         self.drafts: list[ScoredDrafts] = []
 
-    def plan(self, num_reqs: int, context: int) -> DraftPlan:
+    def plan(self, num_reqs: int, context: int, waiting: int = 0) -> DraftPlan:
         return TREE
 
     def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray:

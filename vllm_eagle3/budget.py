@@ -127,7 +127,7 @@ class Verdict:
 class Policy(Protocol):
     """What an engine asks and tells; `DraftBudget` explains each."""
 
-    def plan(self, num_reqs: int, context: int) -> DraftPlan: ...
+    def plan(self, num_reqs: int, context: int, waiting: int = 0) -> DraftPlan: ...
 
     def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray: ...
 
@@ -214,8 +214,13 @@ class DraftBudget:
         chosen[allowed] = kept
         return chosen
 
-    def plan(self, num_reqs: int, context: int) -> DraftPlan:
-        """What to draft for `num_reqs` requests after the coming step."""
+    def plan(self, num_reqs: int, context: int, waiting: int = 0) -> DraftPlan:
+        """What to draft for `num_reqs` requests after the coming step.
+
+        Args:
+            context: tokens in the KV cache, all requests together.
+            waiting: rows that the head has to be run on before it drafts.
+        """
         self._steps += 1
         if not self.cost.is_known or not self._samples[1].are_enough:
             # In turn, so that the cost of both is seen.
@@ -226,7 +231,7 @@ class DraftBudget:
         self._consider(num_reqs, context)
         if not self._tries and self._steps >= self._next_try:
             self._tries = self._worth_trying(num_reqs)
-            self._schedule_try(num_reqs, context)
+            self._schedule_try(num_reqs, context, waiting)
         return self._tries.pop() if self._tries else self._plan
 
     def _ask_again(self, gains: np.ndarray, rows: np.ndarray, context: int) -> None:
@@ -366,10 +371,10 @@ class DraftBudget:
                 tries.append(DraftPlan(samples.shape))
         return tries or [DraftPlan(self.limits.chain)]
 
-    def _schedule_try(self, num_reqs: int, context: int) -> None:
+    def _schedule_try(self, num_reqs: int, context: int, waiting: int) -> None:
         """Set the next try so far off that all tries cost little."""
         step = float(self._seconds(num_reqs, num_reqs, context, self._plan))
-        lost = 0.0
+        lost = waiting * self.cost.rates.head_row / step
         for plan in self._tries:
             seconds = float(self._seconds(num_reqs, num_reqs, context, plan))
             lost += max(abs(seconds - step) / step, 0.1)

@@ -141,7 +141,7 @@ class FixedShape:
 
     shape: TreeShape | None
 
-    def plan(self, num_reqs: int, context: int) -> DraftPlan:
+    def plan(self, num_reqs: int, context: int, waiting: int = 0) -> DraftPlan:
         return DraftPlan(self.shape)
 
     def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray:

@@ -45,11 +45,19 @@ _FIRST_STEPS = 3
 
 @dataclass
 class HeadWork:
-    """What the head did in a step: first passes, further levels, rows of all passes."""
+    """What the head did in a step.
+
+    Attributes:
+        passes: over new tokens.
+        levels: further passes, one for each level that grew.
+        rows: of all passes.
+        waiting: rows that it will have to be run on before it drafts again.
+    """
 
     passes: int = 0
     levels: int = 0
     rows: int = 0
+    waiting: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,23 @@
 """Rows that the head still has to be run on.
 
-While nothing is drafted the head has nothing to say, but its KV cache must be as if it
-had been run on every token: drafting goes on from there, and so do other requests that
-find the blocks in the prefix cache. A pass over one row costs almost what one over
-thirty does, so the rows of plain steps wait here and the head catches up in one pass:
+While nothing is drafted the head has nothing to say, but when it drafts again its KV
+cache must be as if it had been run on every token. A pass over one row costs almost
+what one over thirty does, so the rows of steps without drafts wait here, those of
+prompts too, and the head catches up in one pass:
 
-    before it drafts or prefills again,
+    before it drafts again,
     before a request leaves the batch, while its blocks are still its own,
-    and after `MAX_STEPS` steps.
+    and when no more rows have room.
+
+A request that ends takes its rows with it where no other will read its blocks. So an
+engine without a prefix cache pays nothing for the head while drafting does not pay.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,21 +26,23 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from .proposer import Eagle3Proposer
 
-MAX_STEPS = 32
+# Of features. The head runs when the activations of the target's step are gone, so what
+# an engine has set aside for those holds this and the copies of a pass.
+MAX_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class _PlainStep:
-    """One row for each request of a step.
+class _Step:
+    """What one step leaves to the head.
 
     Attributes:
-        req_ids: one a row.
-        token_ids: [num_reqs], the tokens that followed.
-        positions: [num_reqs].
-        features: [num_reqs, taps * hidden], of the target.
+        spans: request -> its first row, and the one behind its last.
+        token_ids: [rows], the tokens that followed.
+        positions: [rows].
+        features: [rows, taps * hidden], of the target.
     """
 
-    req_ids: list[str]
+    spans: dict[str, tuple[int, int]]
     token_ids: torch.Tensor
     positions: torch.Tensor
     features: torch.Tensor
@@ -46,54 +53,66 @@ class HeadBacklog:
 
     def __init__(self, drafter: Eagle3Proposer) -> None:
         self.drafter = drafter
-        self._steps: list[_PlainStep] = []
+        self._steps: list[_Step] = []
+        self._waiting: dict[str, int] = {}  # rows of each request
         self._metadata: CommonAttentionMetadata | None = None
 
     @property
     def req_ids(self) -> set[str]:
         """Requests with waiting rows."""
-        return {req_id for step in self._steps for req_id in step.req_ids}
+        return set(self._waiting)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that wait, of all requests."""
+        return sum(self._waiting.values())
 
     @property
     def is_full(self) -> bool:
         """Whether the rows of one more step have no place."""
-        widest = max((len(step.req_ids) for step in self._steps), default=0)
-        rows = (len(self._steps) + 1) * widest
-        return len(self._steps) >= MAX_STEPS or rows > self.drafter.max_num_tokens
+        return sum(step.features.nbytes for step in self._steps) >= MAX_BYTES
 
     def keep(
         self,
         req_ids: list[str],
-        token_ids: torch.Tensor,  # [num_reqs], sampled in this step
-        positions: torch.Tensor,  # [num_reqs]
-        aux_hidden_states: list[torch.Tensor],  # each [rows, hidden]
+        starts: np.ndarray,  # [num_reqs + 1], first row of each, and their number
+        token_ids: torch.Tensor,  # [rows], the tokens that followed
+        positions: torch.Tensor,  # [at least rows]
+        aux_hidden_states: list[torch.Tensor],  # each [at least rows, hidden]
         metadata: CommonAttentionMetadata,
     ) -> None:
-        """Take the rows of a step that had one for each request."""
-        rows = len(req_ids)
+        """Take the rows of a step that judged no drafts."""
+        rows, bounds = int(starts[-1]), starts.tolist()
         features = torch.cat([hidden[:rows] for hidden in aux_hidden_states], dim=-1)
-        step = _PlainStep(
-            list(req_ids), token_ids.clone(), positions[:rows].clone(), features
-        )
+        spans = dict(zip(req_ids, pairwise(bounds), strict=True))
+        step = _Step(spans, token_ids.clone(), positions[:rows].clone(), features)
         self._steps.append(step)
+        for req_id, (first, end) in spans.items():
+            self._waiting[req_id] = self._waiting.get(req_id, 0) + end - first
         self._metadata = metadata
+
+    def drop(self, req_ids: Iterable[str]) -> None:
+        """Forget the rows of requests whose blocks nobody will read."""
+        for req_id in self._waiting.keys() & set(req_ids):
+            del self._waiting[req_id]
+            for step in self._steps:
+                step.spans.pop(req_id, None)
+        self._steps = [step for step in self._steps if step.spans]
 
     def catch_up(self, input_batch: Any) -> None:
         """Run the head on all waiting rows; their requests are still in the batch."""
         if not self._steps:
             return
-        steps, self._steps = self._steps, []
-        req_ids = [req_id for step in steps for req_id in step.req_ids]
-        requests = np.array([input_batch.req_id_to_index[r] for r in req_ids])
-        order = np.argsort(requests, kind="stable")  # by request, oldest first
-        index = torch.from_numpy(order).to(self.drafter.device)
-        positions = torch.cat([step.positions for step in steps])[index]
-        self.drafter.catch_up(
-            torch.cat([step.token_ids for step in steps])[index],
-            positions,
-            torch.cat([step.features for step in steps])[index],
-            self._rows_of(requests[order], positions, input_batch),
-        )
+        steps, self._steps, self._waiting = self._steps, [], {}
+        requests, index = _by_request(steps, input_batch.req_id_to_index)
+        token_ids = torch.cat([step.token_ids for step in steps])
+        positions = torch.cat([step.positions for step in steps])
+        features = torch.cat([step.features for step in steps])
+        for first in range(0, len(index), self.drafter.max_num_tokens):
+            piece = slice(first, first + self.drafter.max_num_tokens)
+            at = torch.from_numpy(index[piece]).to(self.drafter.device)
+            metadata = self._rows_of(requests[piece], positions[at], input_batch)
+            self.drafter.catch_up(token_ids[at], positions[at], features[at], metadata)
 
     def _rows_of(
         self,
@@ -112,11 +131,8 @@ class HeadBacklog:
         block_table = torch.from_numpy(table).to(device)
         last = torch.from_numpy(first + counts - 1).to(device)
         seq_lens = (positions[last] + 1).to(self._metadata.seq_lens.dtype)
-        row_table = block_table.repeat_interleave(
-            torch.from_numpy(counts).to(device), dim=0
-        )
-        block = (positions // drafter.block_size)[:, None].long()
-        block_ids = row_table.gather(1, block)[:, 0].long()
+        row = torch.from_numpy(np.repeat(np.arange(len(places)), counts)).to(device)
+        block_ids = block_table[row, positions.long() // drafter.block_size].long()
         return replace(
             self._metadata,
             num_reqs=len(places),
@@ -135,3 +151,22 @@ class HeadBacklog:
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
         )
+
+
+def _by_request(
+    steps: list[_Step], place_of: dict[str, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Waiting rows by request, oldest first: places in the batch, numbers of the rows.
+
+    Rows are counted through all steps; both are [rows], and places rise.
+    """
+    behind = np.cumsum([0] + [len(step.token_ids) for step in steps])
+    spans = [
+        (place_of[req_id], offset + first, end - first)
+        for step, offset in zip(steps, behind.tolist(), strict=False)
+        for req_id, (first, end) in step.spans.items()
+    ]
+    spans.sort(key=lambda span: span[0])  # stable, so each request's stay in order
+    places, firsts, counts = np.array(spans).T
+    offsets = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    return np.repeat(places, counts), np.repeat(firsts, counts) + offsets

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,9 @@ class Eagle3Runner(GPUModelRunner):
         self._draft_what_waits()
         self.drafter.work = HeadWork()
         copies = scheduler_output.kv_cache_block_copies
+        if not self.cache_config.enable_prefix_caching:
+            preempted = scheduler_output.preempted_req_ids or set()
+            self.backlog.drop(scheduler_output.finished_req_ids | preempted)
         # Requests that leave the batch take their rows' places with them.
         leaving = self.backlog.req_ids - scheduler_output.num_scheduled_tokens.keys()
         if leaving or copies:
@@ -339,7 +343,7 @@ class Eagle3Runner(GPUModelRunner):
         plan = getattr(scheduler_output, "draft_plan", None)
         if plan is not None:
             self.drafter.follow(plan)
-            if self._head_can_wait(plan, sampled_token_ids):
+            if self._head_can_wait(plan, spec_decode_metadata):
                 return self._leave_to_head_later(
                     sampled_token_ids, aux_hidden_states, common_attn_metadata
                 )
@@ -358,15 +362,15 @@ class Eagle3Runner(GPUModelRunner):
         self.ranks.compare("drafts", drafts, np.array(self.drafter.last_parents or []))
         return drafts
 
-    def _head_can_wait(self, plan: DraftPlan, sampled_token_ids: torch.Tensor) -> bool:
-        """Whether this step drafts nothing and has one new row for each request."""
+    def _head_can_wait(
+        self, plan: DraftPlan, judged: SpecDecodeMetadata | None
+    ) -> bool:
+        """Whether this step neither drafts nor has rows of refused drafts."""
         return (
             self._head_may_wait
             and plan.shape is None
+            and (judged is None or not judged.max_spec_len)
             and not self.backlog.is_full
-            and self.query_start_loc.np[self.input_batch.num_reqs]
-            == len(sampled_token_ids)
-            and not self.discard_request_mask.np[: len(sampled_token_ids)].any()
         )
 
     def _leave_to_head_later(
@@ -377,14 +381,36 @@ class Eagle3Runner(GPUModelRunner):
     ) -> torch.Tensor:
         assert aux_hidden_states is not None
         self.drafter.last_parents = self.drafter.last_scores = None
+        starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1]
         self.backlog.keep(
             self.input_batch.req_ids,
-            sampled_token_ids[:, 0],
+            starts,
+            self._tokens_behind(starts, sampled_token_ids),
             self.positions,
             aux_hidden_states,
             common_attn_metadata,
         )
         return sampled_token_ids.new_empty((len(sampled_token_ids), 0)).long()
+
+    def _tokens_behind(
+        self,
+        starts: np.ndarray,  # [num_reqs + 1]
+        sampled_token_ids: torch.Tensor,  # [num_reqs, 1]
+    ) -> torch.Tensor:
+        """The token that follows each row of a step without drafts, [rows]."""
+        rows, num_reqs = int(starts[-1]), len(sampled_token_ids)
+        if rows == num_reqs and not self.discard_request_mask.np[:num_reqs].any():
+            return sampled_token_ids[:, 0]
+        # Of a prompt that goes on this is its next token, not what was sampled.
+        behind_last, _ = self.drafter.prepare_next_token_ids_padded(
+            sampled_token_ids,
+            self.requests,
+            self.input_batch,
+            self.discard_request_mask.gpu,
+        )
+        behind = self.input_ids.gpu[:rows].roll(-1)
+        behind[torch.from_numpy(starts[1:] - 1).long().to(self.device)] = behind_last
+        return behind
 
     def _straighten(
         self, aux_hidden_states: list[torch.Tensor] | None
@@ -419,7 +445,7 @@ class Eagle3Runner(GPUModelRunner):
             drafts.draft_token_ids,
             drafter.last_parents,
             drafter.last_scores,
-            drafter.work,
+            replace(drafter.work, waiting=self.backlog.num_rows),
             self.timer.take(),
         )
 

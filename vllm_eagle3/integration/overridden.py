@@ -84,6 +84,7 @@ PROPOSER = (
     f"{_PROPOSER}._determine_batch_execution_and_padding",
     f"{_PROPOSER}._get_slot_mapping",
     f"{_PROPOSER}._sample_draft_tokens",
+    f"{_PROPOSER}.prepare_next_token_ids_padded",
     f"{_PROPOSER}.dummy_run",
     "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.forward",
     "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.compute_logits",

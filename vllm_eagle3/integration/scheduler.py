@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ class _Drafted:
     parents: list[int]
     scores: list[float]
 
+    @cached_property
+    def branches(self) -> int:
+        """Paths but for the first one."""
+        return num_branches(np.array(self.parents, dtype=int))
+
     def subset(self, nodes: Iterable[int]) -> _Drafted:
         """Only these nodes, whose parents are among them; their numbers rise."""
         new_index = {int(node): index for index, node in enumerate(nodes)}
@@ -69,6 +75,8 @@ class _Drafted:
 
     def first(self, count: int) -> _Drafted:
         """The first nodes, which are a tree as well."""
+        if count >= len(self.token_ids):
+            return self
         return _Drafted(
             self.token_ids[:count], self.parents[:count], self.scores[:count]
         )
@@ -201,10 +209,7 @@ class Eagle3Scheduler(Scheduler):
             for req_id, count in scheduled.items()
         )
         rows = output.total_num_scheduled_tokens
-        branches = sum(
-            num_branches(np.array(drafted.parents, dtype=int))
-            for drafted in self._scheduled.values()
-        )
+        branches = sum(drafted.branches for drafted in self._scheduled.values())
         plan = budget.plan(
             scheduled.keys(), rows, branches, self._context(scheduled), is_decode
         )
@@ -240,24 +245,36 @@ class Eagle3Scheduler(Scheduler):
 
     def _take_trees(self, drafts: TreeDraftTokenIds) -> DraftTokenIds:
         """Remember each topology; keep of the trees what pays and fits."""
-        self._drafted = {r: d for r, d in self._drafted.items() if r in self.requests}
+        self._note_times(drafts)
         # Trees that a full step left out are still to be verified.
-        waiting = self._drafted.keys() - set(drafts.req_ids)
+        drafted_now = set(drafts.req_ids)
+        self._drafted = {
+            req_id: drafted
+            for req_id, drafted in self._drafted.items()
+            if req_id in self.requests and req_id not in drafted_now
+        }
+        if not any(drafts.draft_token_ids):
+            return drafts
         branches_left = self.scratch_branches - sum(
-            num_branches(np.array(self._drafted[r].parents, dtype=int)) for r in waiting
+            drafted.branches for drafted in self._drafted.values()
         )
         kept_tokens = []
         for req_id, kept in self._chosen(drafts):
-            tree = np.array(kept.parents, dtype=int)
-            branches = num_branches(tree)
-            if branches > branches_left:
+            if kept.branches > branches_left:
                 # One path from the root needs no scratch blocks.
-                kept, branches = kept.first(_first_run(tree)), 0
+                kept = kept.first(_first_run(np.array(kept.parents, dtype=int)))
                 self.counts.fallbacks["scratch blocks are full"] += 1
-            branches_left -= branches
+            branches_left -= kept.branches
             self._drafted[req_id] = kept
             kept_tokens.append(kept.token_ids)
         return DraftTokenIds(drafts.req_ids, kept_tokens)
+
+    def _note_times(self, drafts: TreeDraftTokenIds) -> None:
+        for part, seconds in drafts.seconds.items():
+            so_far = self.counts.seconds.get(part, 0.0)
+            self.counts.seconds[part] = so_far + seconds
+        if self.budget is not None:
+            self.budget.head_did(drafts.head)
 
     def _chosen(self, drafts: TreeDraftTokenIds) -> list[tuple[str, _Drafted]]:
         """What the budget wants verified, or as much as has room."""
@@ -266,12 +283,7 @@ class Eagle3Scheduler(Scheduler):
             for req_id, tree in zip(drafts.req_ids, _read(drafts), strict=True)
         ]
         self.counts.drafted += sum(len(tree.token_ids) for _, tree in trees)
-        for part, seconds in drafts.seconds.items():
-            so_far = self.counts.seconds.get(part, 0.0)
-            self.counts.seconds[part] = so_far + seconds
         limits = self._node_limits(drafts.req_ids)
-        if self.budget is not None:
-            self.budget.head_did(drafts.head)
         if self.budget is None or drafts.scores is None:
             return [(req_id, tree.best(limits[req_id])) for req_id, tree in trees]
         alive = [(r, t) for r, t in trees if t.token_ids and self._takes_drafts(r)]

@@ -29,6 +29,7 @@ class StepBudget:
         self._began = 0.0
         self._work: StepWork | None = None  # of the step that runs, if it can be timed
         self._head = HeadWork()
+        self._waiting = 0  # rows that the head has not been run on
         self._req_ids: Collection[str] = ()
 
     def next_step(self, is_alive: Callable[[str], bool]) -> None:
@@ -70,12 +71,12 @@ class StepBudget:
         self._req_ids = req_ids
         work = StepWork(rows, context, branches=branches)
         self._work = work if is_decode else None
-        self.last_plan = self.policy.plan(len(req_ids), context)
+        self.last_plan = self.policy.plan(len(req_ids), context, self._waiting)
         return self.last_plan
 
     def head_did(self, work: HeadWork) -> None:
         """The workers have drafted."""
-        self._head = work
+        self._head, self._waiting = work, work.waiting
 
     def choose(
         self,
