@@ -64,7 +64,7 @@ def forced(handle: EngineHandle, plans: Callable[[int], DraftPlan]) -> Iterator[
         turn = next(steps) % 3
         return real & (drafts.scores >= median) if turn else real
 
-    policy.plan = lambda num_reqs, context, waiting: plans(next(steps))
+    policy.plan = lambda *_: plans(next(steps))
     policy.choose = half
     try:
         yield

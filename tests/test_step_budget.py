@@ -21,7 +21,13 @@ class Listener:
         self.steps: list[tuple[StepWork, float]] = []
         self.drafts: list[ScoredDrafts] = []
 
-    def plan(self, num_reqs: int, context: int, waiting: int = 0) -> DraftPlan:
+    def plan(
+        self,
+        num_reqs: int,
+        context: int,
+        waiting: int = 0,
+        may_sample: bool = False,
+    ) -> DraftPlan:
         return TREE
 
     def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray:
@@ -35,26 +41,39 @@ class Listener:
         raise AssertionError(f"{name} is not for the step's budget")
 
 
-def test_decode_steps_are_timed_from_one_to_the_next() -> None:
-    policy, times = Listener(), iter([10.0, 10.5, 11.25])
+def test_steps_are_timed_from_one_to_the_next() -> None:
+    policy, times = Listener(), iter([10.0, 10.5, 11.25, 14.0])
     budget = StepBudget(policy, lambda: next(times))
     running = {"a", "b"}
     budget.next_step(running.__contains__)
-    budget.plan(["a", "b"], rows=7, branches=3, context=50, is_decode=True)
+    budget.plan(["a", "b"], rows=7, branches=3, context=50)
     budget.head_did(HeadWork(1, 2, 15))
     budget.next_step(running.__contains__)
     assert policy.steps == [(StepWork(7, 50, 1, 2, 15, 3), 0.5)]
-    # The next one prefills: its time says nothing of a decode step's.
-    budget.plan(["a", "c"], rows=90, branches=0, context=50, is_decode=False)
+    # Rows of prompts are told apart, and long prompts say nothing of other steps.
+    budget.plan(["a", "c"], rows=90, branches=0, context=50, prompt_rows=88)
     budget.next_step(running.__contains__)
-    assert len(policy.steps) == 1
+    assert policy.steps[1:] == [(StepWork(90, 50, prompt_rows=88), 0.75)]
+    budget.plan(["a", "c"], rows=902, branches=0, context=50, prompt_rows=900)
+    budget.next_step(running.__contains__)
+    assert len(policy.steps) == 2
+
+
+def test_catching_up_is_not_taken_for_what_a_step_costs() -> None:
+    policy, times = Listener(), iter([1.0, 2.0])
+    budget = StepBudget(policy, lambda: next(times))
+    budget.next_step(lambda req_id: True)
+    budget.plan(["a"], rows=1, branches=0, context=50)
+    budget.head_did(HeadWork(1, 2, 3, caught_up=400))
+    budget.next_step(lambda req_id: True)
+    assert policy.steps == []
 
 
 def test_a_pause_between_batches_is_no_step() -> None:
     policy, times = Listener(), iter([1.0, 900.0])
     budget = StepBudget(policy, lambda: next(times))
     budget.next_step(lambda req_id: True)
-    budget.plan(["a"], rows=1, branches=0, context=50, is_decode=True)
+    budget.plan(["a"], rows=1, branches=0, context=50)
     budget.next_step(lambda req_id: False)
     assert policy.steps == []
 
@@ -62,7 +81,7 @@ def test_a_pause_between_batches_is_no_step() -> None:
 def test_drafts_of_any_size_become_a_rectangle() -> None:
     policy = Listener()
     budget = StepBudget(policy)
-    budget.plan(["a", "b"], rows=2, branches=0, context=50, is_decode=True)
+    budget.plan(["a", "b"], rows=2, branches=0, context=50)
     scores = [np.log([0.6, 0.5, 0.2]).tolist(), np.log([0.1]).tolist()]
     chosen = budget.choose(["a", "b"], [[-1, 0, 0], [-1]], scores, [3, 1], 50)
     assert [nodes.tolist() for nodes in chosen] == [[0, 1], []]

@@ -134,3 +134,25 @@ def test_branches_of_trees_are_not_taken_for_dear_rows() -> None:
     tree = cost.seconds(5, context=300, head_passes=1, head_rows=5, branches=3)
     assert float(tree) == pytest.approx(0.022, rel=0.03)
     assert 0.001 < float(tree - chain) < 0.004
+
+
+def test_prompts_beside_requests_say_what_requests_cost() -> None:
+    """A busy engine prefills something in every step."""
+    cost, rng = StepCost(), np.random.default_rng(0)
+    for _ in range(150):
+        rows, prompt = int(rng.choice([32, 64, 96])), int(rng.integers(20, 300))
+        # A prompt's rows have no output layer: a fifth less.
+        seconds = (30 + 2 * rows + 1.6 * prompt) / 1000 * (1 + 0.05 * rng.normal())
+        cost.observe(StepWork(rows + prompt, prompt_rows=prompt), seconds)
+    for rows in (32, 64, 96):
+        expected = pytest.approx((30 + 2 * rows) / 1000, rel=0.15)
+        assert predicted(cost, StepWork(rows)) == expected
+
+
+def test_long_prompts_do_not_make_it_forget() -> None:
+    cost, plain = StepCost(), StepWork(2)
+    for _ in range(30):
+        cost.observe(plain, 0.02)
+    for _ in range(40):
+        cost.observe(StepWork(400, prompt_rows=398), 2.0)
+    assert predicted(cost, plain) == pytest.approx(0.02, rel=0.1)

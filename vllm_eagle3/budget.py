@@ -12,6 +12,10 @@ Where nothing pays nothing is drafted, and drafting is tried at growing interval
 
 A tree's best nodes by probability always form a tree, as no child is likelier than its
 parent; so does any first part of them.
+
+Where all requests may take sampled drafts, trees whose shape is fixed before they are
+drawn are planned too (`sampled_places`). They are verified whole: leaving out a node
+for what was drawn would change the law of the text.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from .acceptance_model import AcceptanceModel
 from .config import AUTO_CHAIN
 from .draft_samples import MIN_SAMPLES, DraftSamples
 from .drafter import TreeShape
+from .sampled_places import SampledPlaces
 from .step_cost import KNOTS, StepCost, StepWork
 
 # A new way must promise this much more than the present one; and drafting more than no
@@ -55,10 +60,21 @@ class DraftPlan:
         shape: limits of each request's tree; None means that nothing is drafted.
         min_masses: growth ends when the confidences of the last level's best nodes, of
             all requests together, sum to less; by level, empty for never.
+        sampled: drafts are drawn, in the shape's `sampled_shape`, and verified whole.
     """
 
     shape: TreeShape | None
     min_masses: tuple[float, ...] = ()
+    sampled: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What is drafted: off, chain, tree, or sampled for either of them."""
+        if self.shape is None:
+            return "off"
+        if self.sampled:
+            return "sampled"
+        return "tree" if self.shape.top_k > 1 else "chain"
 
     def may_end(self, level: int, mass: float) -> bool:
         """Whether growth may end after a level with so much confidence."""
@@ -116,18 +132,26 @@ class Verdict:
         parents: of each node, -1 for the root.
         scores: [num_nodes], log-probability of the path.
         accepted: [num_nodes], bool.
+        sampled: the nodes were drawn, and their scores say nothing.
     """
 
     req_id: str
     parents: Sequence[int]
     scores: np.ndarray
     accepted: np.ndarray
+    sampled: bool = False
 
 
 class Policy(Protocol):
     """What an engine asks and tells; `DraftBudget` explains each."""
 
-    def plan(self, num_reqs: int, context: int, waiting: int = 0) -> DraftPlan: ...
+    def plan(
+        self,
+        num_reqs: int,
+        context: int,
+        waiting: int = 0,
+        may_sample: bool = False,
+    ) -> DraftPlan: ...
 
     def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray: ...
 
@@ -149,34 +173,40 @@ class DraftBudget:
         self.acceptance = AcceptanceModel()
         shapes = [limits.chain] + ([limits.tree] if limits.tree else [])
         self._samples = {shape.top_k: DraftSamples(shape) for shape in shapes}
+        self._places = SampledPlaces([s for shape in shapes for s in _sizes_of(shape)])
         self._plan = DraftPlan(limits.chain)
         self._levels = float(limits.chain.depth)  # grown, on average
         self._continuation = _FIRST_CONTINUATION
         self._bias = 1.0  # expected over confident
         self._steps = 0
         self._best_rate = 0.0  # tokens a second of one request
-        self._evaluated_at = (0, 0)  # step, requests
-        self._best_of_kind: dict[int, float] = {}  # rate, in parts of the best
+        self._evaluated_at = (0, 0, False)  # step, requests, whether they may sample
+        self._best_of_kind: dict[str, tuple[float, DraftPlan]] = {}
         self._backoff = 1
         self._next_try = 0
         self._tries: list[DraftPlan] = []
         self._plain_steps = np.zeros(len(KNOTS), dtype=int)  # seen, by rows
 
     def observe_step(self, work: StepWork, seconds: float) -> None:
-        """Learn from the duration of a step that prefilled nothing."""
+        """Learn from the duration of a step."""
         self.cost.observe(work, seconds)
         if work.head_passes == self._plain_passes and not work.levels:
-            self._plain_steps[_nearest_knot(work.rows)] += 1
+            # Also beside prompts: a busy engine has few steps without any.
+            self._plain_steps[_nearest_knot(work.rows - work.prompt_rows)] += 1
         if work.head_passes and work.levels:
             self._levels += 0.1 * (work.levels - self._levels)
 
     def observe_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         """Learn which of a step's verified nodes were accepted."""
+        ranked = [verdict for verdict in verdicts if not verdict.sampled]
         self.acceptance.observe(
-            [verdict.req_id for verdict in verdicts],
-            [verdict.scores for verdict in verdicts],
-            [verdict.accepted for verdict in verdicts],
+            [verdict.req_id for verdict in ranked],
+            [verdict.scores for verdict in ranked],
+            [verdict.accepted for verdict in ranked],
         )
+        for verdict in verdicts:
+            if verdict.sampled:
+                self._places.observe(verdict.parents, verdict.accepted)
 
     def confidence_error(self) -> float:
         """Expected calibration error of the head's confidence."""
@@ -214,21 +244,29 @@ class DraftBudget:
         chosen[allowed] = kept
         return chosen
 
-    def plan(self, num_reqs: int, context: int, waiting: int = 0) -> DraftPlan:
+    def plan(
+        self,
+        num_reqs: int,
+        context: int,
+        waiting: int = 0,
+        may_sample: bool = False,
+    ) -> DraftPlan:
         """What to draft for `num_reqs` requests after the coming step.
 
         Args:
             context: tokens in the KV cache, all requests together.
             waiting: rows that the head has to be run on before it drafts.
+            may_sample: all these requests may take sampled drafts.
         """
         self._steps += 1
         if not self.cost.is_known or not self._samples[1].are_enough:
-            # In turn, so that the cost of both is seen.
+            # In turn, so that the cost of both is seen; first what is never far off.
             drafting = self._steps % (2 * _PLAIN_TRY) < _PLAIN_TRY
             return DraftPlan(self.limits.chain if drafting else None)
         if self._plain_steps[_nearest_knot(num_reqs)] < _PLAIN_STEPS:
             return DraftPlan(None)
-        self._consider(num_reqs, context)
+        self._consider(num_reqs, context, may_sample)
+        self._tries = [plan for plan in self._tries if may_sample or not plan.sampled]
         if not self._tries and self._steps >= self._next_try:
             self._tries = self._worth_trying(num_reqs)
             self._schedule_try(num_reqs, context, waiting)
@@ -242,39 +280,58 @@ class DraftBudget:
         if drafting.max() > SAFETY * plain:
             self._tries, self._backoff = [plan], 1
 
-    def _consider(self, num_reqs: int, context: int) -> None:
+    def _consider(self, num_reqs: int, context: int, may_sample: bool) -> None:
         """Look for a better plan, now and then and when the batch has changed."""
-        step, before = self._evaluated_at
+        step, *before = self._evaluated_at
         every = _EVALUATE_EVERY if self._plan.shape else _EVALUATE_PLAIN_EVERY
-        if num_reqs == before and self._steps - step < every:
+        if [num_reqs, may_sample] == before and self._steps - step < every:
             return
-        self._evaluated_at = (self._steps, num_reqs)
+        self._evaluated_at = (self._steps, num_reqs, may_sample)
         # Where it pays to end growth depends on the rate, which depends on that end.
         plain = self._rate(None, num_reqs, context, 0.0)
         rate = max(plain, num_reqs * self._best_rate)
         rates = {
-            shape: self._rate(shape, num_reqs, context, rate)
+            DraftPlan(shape): self._rate(shape, num_reqs, context, rate)
             for shape in self._candidates()
         }
-        best, present = self._best(rates), self._plan.shape
-        if _kind(best) != _kind(present):
+        if may_sample:
+            rates |= self._sampled_rates(num_reqs, context)
+        best = self._best(rates)
+        if best.kind != self._plan.kind:
             self._backoff = 1
         self._plan = self._adaptive(best, rates[best], num_reqs, context)
         self._best_rate = rates[best] / num_reqs
-        self._best_of_kind = {
-            kind: max(r for s, r in rates.items() if _kind(s) == kind) / rates[best]
-            for kind in {_kind(shape) for shape in rates}
-        }
+        self._best_of_kind = {}
+        for plan, found in rates.items():
+            part = found / rates[best]
+            if part > self._best_of_kind.get(plan.kind, (0.0,))[0]:
+                self._best_of_kind[plan.kind] = part, plan
 
-    def _best(self, rates: dict[TreeShape | None, float]) -> TreeShape | None:
-        present = self._plan.shape
+    def _best(self, rates: dict[DraftPlan, float]) -> DraftPlan:
+        present, none = replace(self._plan, min_masses=()), DraftPlan(None)
 
-        def favoured(shape: TreeShape | None) -> float:
-            return rates[shape] * (HYSTERESIS if shape == present else 1.0)
+        def favoured(plan: DraftPlan) -> float:
+            return rates[plan] * (HYSTERESIS if plan == present else 1.0)
 
-        plain = rates[None] * SAFETY * (HYSTERESIS if present is None else 1.0)
-        best = max((shape for shape in rates if shape), key=favoured, default=None)
-        return best if best is not None and rates[best] > plain else None
+        plain = rates[none] * SAFETY * (HYSTERESIS if present == none else 1.0)
+        best = max((plan for plan in rates if plan.shape), key=favoured, default=none)
+        return best if rates[best] > plain else none
+
+    def _sampled_rates(self, num_reqs: int, context: int) -> dict[DraftPlan, float]:
+        """Expected tokens per second of every size of sampled drafts."""
+        sizes = self._places
+        rows = num_reqs * (1 + sizes.rows)
+        seconds = self.cost.seconds(
+            rows,
+            context=context,
+            head_passes=1,
+            levels=sizes.levels,
+            head_rows=rows + num_reqs * sizes.head_rows,
+            branches=num_reqs * sizes.branches,
+        )
+        rates = num_reqs * (1 + sizes.gains) / seconds
+        plans = [DraftPlan(limits, sampled=True) for limits in sizes.limits]
+        return dict(zip(plans, rates.tolist(), strict=True))
 
     def _candidates(self) -> list[TreeShape | None]:
         """No drafts, and every depth of each kind that has been tried enough."""
@@ -352,23 +409,28 @@ class DraftBudget:
         return rate * seconds / self._continuation
 
     def _adaptive(
-        self, shape: TreeShape | None, rate: float, num_reqs: int, context: int
+        self, plan: DraftPlan, rate: float, num_reqs: int, context: int
     ) -> DraftPlan:
-        """The plan of a shape that ends growth by the head's raw confidence."""
-        if shape is None:
-            return DraftPlan(None)
-        masses = self._min_masses(shape, rate, num_reqs, context) / self._bias
-        return DraftPlan(shape, tuple(masses.tolist()))
+        """The plan with an end of growth by the head's raw confidence."""
+        if plan.shape is None or plan.sampled:
+            return plan
+        masses = self._min_masses(plan.shape, rate, num_reqs, context) / self._bias
+        return replace(plan, min_masses=tuple(masses.tolist()))
 
     def _worth_trying(self, num_reqs: int) -> list[DraftPlan]:
         """What the present plan teaches nothing about, and may have become better."""
         drafting = self._plan.shape is not None
         tries = [DraftPlan(None)] * _PLAIN_TRY if drafting else []
-        for kind, samples in self._samples.items():
+        none = 0.0, DraftPlan(None)
+        for samples in self._samples.values():
+            plan = DraftPlan(samples.shape)
             if drafting and not samples.are_enough:
-                tries += [DraftPlan(samples.shape)] * -(-MIN_SAMPLES // num_reqs)
-            elif self._best_of_kind.get(kind, 0.0) > _WORTH_TRYING:
-                tries.append(DraftPlan(samples.shape))
+                tries += [plan] * -(-MIN_SAMPLES // num_reqs)
+            elif self._best_of_kind.get(plan.kind, none)[0] > _WORTH_TRYING:
+                tries.append(plan)
+        part, sampled = self._best_of_kind.get("sampled", none)
+        if part > _WORTH_TRYING and not self._plan.sampled:
+            tries.append(sampled)
         return tries or [DraftPlan(self.limits.chain)]
 
     def _schedule_try(self, num_reqs: int, context: int, waiting: int) -> None:
@@ -418,9 +480,16 @@ def _nearest_knot(rows: int) -> int:
     return int(np.abs(KNOTS - rows).argmin())
 
 
-def _kind(shape: TreeShape | None) -> int:
-    """0 for no drafts, 1 for chains, more for trees."""
-    return 0 if shape is None else shape.top_k
+def _sizes_of(shape: TreeShape) -> list[TreeShape]:
+    """The shape at each depth, and trees with fewer nodes too."""
+    if shape.top_k == 1:
+        return _depths_of(shape)
+    nodes = {n for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if n < shape.num_nodes}
+    return [
+        replace(each, num_nodes=n)
+        for n in sorted({*nodes, shape.num_nodes})
+        for each in _depths_of(shape)
+    ]
 
 
 def _depths_of(shape: TreeShape) -> list[TreeShape]:

@@ -42,7 +42,13 @@ class RecordingPolicy:
         self._plans = [DraftPlan(shape) for shape in shapes]
         self._step = 0
 
-    def plan(self, num_reqs: int, context: int, waiting: int = 0) -> DraftPlan:
+    def plan(
+        self,
+        num_reqs: int,
+        context: int,
+        waiting: int = 0,
+        may_sample: bool = False,
+    ) -> DraftPlan:
         self._step += 1
         return self._plans[self._step % len(self._plans)]
 

@@ -9,6 +9,7 @@ dropped for its score.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -76,6 +77,20 @@ class SampledShape:
 FIRST_DRAFT_ACCEPTED = 0.45
 
 
+def _turn_chances(turns: int) -> list[float]:
+    """That the draft of each turn at one node is accepted, [turns]."""
+    chances, refused = list[float](), 1.0
+    for turn in range(turns):
+        chances.append(refused * FIRST_DRAFT_ACCEPTED / (turn + 1))
+        refused -= chances[-1]
+    return chances
+
+
+def place_chances(turns: tuple[int, ...]) -> float:
+    """That a node is accepted which is reached by these turns, by the same guess."""
+    return math.prod(_turn_chances(turn + 1)[turn] for turn in turns)
+
+
 @cache
 def sampled_shape(limits: TreeShape) -> SampledShape:
     """The shape with the most accepted drafts to expect within the limits.
@@ -85,10 +100,7 @@ def sampled_shape(limits: TreeShape) -> SampledShape:
     and no later sibling more than an earlier one, so the best nodes form a tree. As in
     a ranked tree at most `top_k` nodes of a level have children, each at most `top_k`.
     """
-    chances, refused = [], 1.0
-    for turn in range(limits.top_k):
-        chances.append(refused * FIRST_DRAFT_ACCEPTED / (turn + 1))
-        refused -= chances[-1]
+    chances = _turn_chances(limits.top_k)
     # A node is named by the turns of its path: (0, 2) is the third child of the first.
     kept: list[tuple[int, ...]] = []
     parents = Counter[int]()  # depth -> nodes with children

@@ -141,7 +141,13 @@ class FixedShape:
 
     shape: TreeShape | None
 
-    def plan(self, num_reqs: int, context: int, waiting: int = 0) -> DraftPlan:
+    def plan(
+        self,
+        num_reqs: int,
+        context: int,
+        waiting: int = 0,
+        may_sample: bool = False,
+    ) -> DraftPlan:
         return DraftPlan(self.shape)
 
     def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray:
@@ -350,9 +356,11 @@ def curve_of_steps(path: Path) -> CostCurve:
     try:
         steps = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         for step in steps:
-            # Older records say nothing of branches.
+            # Older records say nothing of branches and prompts.
             work = StepWork(
-                **{k: step[k] for k in _WORK}, branches=step.get("branches", 0)
+                **{k: step[k] for k in _WORK},
+                branches=step.get("branches", 0),
+                prompt_rows=step.get("prompt_rows", 0),
             )
             cost.observe(work, step["seconds"])
         widest = max(step["rows"] for step in steps)

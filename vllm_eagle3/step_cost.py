@@ -4,9 +4,9 @@ A step verifies `rows` tokens with the target and then runs the head a few times
 cost is linear in what it did: piecewise linear in the rows (a memory-bound target
 verifies the first few almost for free, a compute-bound one pays for each), plus context
 to read, plus branches of trees (each reads its prefix again), plus passes and rows of
-the head. A Kalman filter tracks the coefficients, so
-that nothing has to be calibrated, an engine that drifts is followed, and batch sizes
-that were never seen borrow from their neighbours.
+the head. Rows of prompts cost a little less or more than others. A Kalman filter tracks
+the coefficients, so that nothing has to be calibrated, an engine that drifts is
+followed, and batch sizes that were never seen borrow from their neighbours.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ KNOTS = np.sort(np.append(2.0 ** np.arange(13), [3.0, 6.0]))
 # From so many rows on more never cost less. Fewer may: a CPU's products of 2 rows take
 # longer than those of 4, and a budget that does not see it verifies too little.
 _RISING_FROM = 8
-_CONTEXT, _BRANCH, _HEAD_PASS, _LEVEL, _HEAD_ROW = range(len(KNOTS), len(KNOTS) + 5)
+_CONTEXT, _BRANCH, _HEAD_PASS, _LEVEL, _HEAD_ROW, _PROMPT = range(
+    len(KNOTS), len(KNOTS) + 6
+)
 _CONTEXT_UNIT = 1000.0  # tokens
 
 # Before anything is known, in parts of a plain step of one row: a one-layer head with
 # its output layer beside a target of some tens of layers. Wide, and soon forgotten.
-_PRIOR_MEAN = np.concatenate([1 + KNOTS / 100, [0.02, 0.01, 0.05, 0.06, 0.002]])
+_PRIOR_MEAN = np.concatenate([1 + KNOTS / 100, [0.02, 0.01, 0.05, 0.06, 0.002, 0.0]])
 _COMMON_SD = 0.3  # of everything together
+_ROW_SD = 0.03  # of every row, and so of what is known from more or fewer rows
 _KNOT_SD = 0.5  # from some rows to twice as many
-_TERM_SD = (0.02, 0.02, 0.05, 0.06, 0.004)
+_TERM_SD = (0.02, 0.02, 0.05, 0.06, 0.004, 0.02)
 
 _NOISE = 0.1  # of a step's time
 _DRIFT = (
@@ -51,12 +54,14 @@ class HeadWork:
         passes: over new tokens.
         levels: further passes, one for each level that grew.
         rows: of all passes.
+        caught_up: rows that had waited, in passes that are not counted here.
         waiting: rows that it will have to be run on before it drafts again.
     """
 
     passes: int = 0
     levels: int = 0
     rows: int = 0
+    caught_up: int = 0
     waiting: int = 0
 
 
@@ -65,12 +70,13 @@ class StepWork:
     """What one step did.
 
     Attributes:
-        rows: verified by the target: roots and draft nodes of all requests.
+        rows: of the target: roots and draft nodes of all requests, and rows of prompts.
         context: tokens in the KV cache, all requests together.
         head_passes: first passes of the head, over new tokens; 0 where it waits.
         levels: further passes of the head, one for each level that grew.
         head_rows: rows of all passes of the head.
         branches: of the trees that are verified, all requests together.
+        prompt_rows: rows of prompts but for the last one of each, which is a root.
     """
 
     rows: int
@@ -79,6 +85,7 @@ class StepWork:
     levels: int = 0
     head_rows: int = 0
     branches: int = 0
+    prompt_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ class StepCost:
         return self._mean.size > 0
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step that prefilled nothing."""
+        """Learn from a step."""
         terms = _terms(work)
         if not self.is_known:
             self._first.append((terms, seconds))
@@ -131,7 +138,8 @@ class StepCost:
             self._num_outliers = 0
             self._update(terms, seconds)
             return
-        self._num_outliers += 1
+        # A long prompt's step may well be off, and says little of others.
+        self._num_outliers += not work.prompt_rows
         if self._num_outliers >= _MAX_OUTLIERS:
             self._forget()
 
@@ -141,11 +149,11 @@ class StepCost:
         *,
         context: float = 0,
         head_passes: float = 0,
-        levels: float = 0,
-        head_rows: float = 0,
-        branches: np.ndarray | float = 0,  # like rows
+        levels: np.ndarray | float = 0,  # these three like rows
+        head_rows: np.ndarray | float = 0,
+        branches: np.ndarray | float = 0,
     ) -> np.ndarray:
-        """Seconds of steps that differ in rows and branches and are otherwise alike."""
+        """Seconds of steps that may differ in what is given as arrays."""
         known = self.rates
         beside = (
             context / _CONTEXT_UNIT * known.context
@@ -164,7 +172,7 @@ class StepCost:
             target = self._mean[: len(KNOTS)].copy()
             rising = target[KNOTS >= _RISING_FROM]
             target[KNOTS >= _RISING_FROM] = np.maximum.accumulate(rising)
-            beside = np.maximum(self._mean[len(KNOTS) :], 0).tolist()
+            beside = np.maximum(self._mean[len(KNOTS) : _PROMPT], 0).tolist()
             self._rates = _Rates(target, *beside)
         return self._rates
 
@@ -203,12 +211,12 @@ def _weights(rows: np.ndarray | float) -> np.ndarray:
 
 def _terms(work: StepWork) -> np.ndarray:
     """The coefficients' factors, [terms]: weights of two knots, then counts."""
-    terms = np.zeros(len(KNOTS) + 5)
+    terms = np.zeros(len(_PRIOR_MEAN))
     terms[: len(KNOTS)] = _weights(work.rows)
     terms[_CONTEXT] = work.context / _CONTEXT_UNIT
     terms[_BRANCH] = work.branches
     terms[_HEAD_PASS], terms[_LEVEL] = work.head_passes, work.levels
-    terms[_HEAD_ROW] = work.head_rows
+    terms[_HEAD_ROW], terms[_PROMPT] = work.head_rows, work.prompt_rows
     return terms
 
 
@@ -216,6 +224,7 @@ def _prior_covariance() -> np.ndarray:
     """Uncertainty of `_PRIOR_MEAN`: neighbouring knots are alike."""
     knots = np.log2(KNOTS)
     walk = _KNOT_SD**2 * (1 + np.minimum.outer(knots, knots))
+    walk += _ROW_SD**2 * np.outer(KNOTS, KNOTS)
     covariance = np.diag(np.square(np.concatenate([np.zeros(len(KNOTS)), _TERM_SD])))
     covariance[: len(KNOTS), : len(KNOTS)] = walk
     return covariance + _COMMON_SD**2 * np.outer(_PRIOR_MEAN, _PRIOR_MEAN)

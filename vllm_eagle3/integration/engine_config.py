@@ -120,12 +120,6 @@ def prepare(vllm_config: VllmConfig, unsupported: str) -> None:
     request_options.mark(spec, scheduler == SCHEDULER)
     _keep_head_asleep(vllm_config.model_config)
     lifted.mark(spec)
-    chosen = draft_sampling.method_given(spec)
-    if options.shape == "auto" and chosen == "probabilistic":
-        _warn_once(
-            'draft_sample_method: got "probabilistic" with shape "auto", which takes '
-            'greedy drafts; sampled ones need "shape": "tree" or "chain"'
-        )
     worker = vllm_config.parallel_config.worker_cls
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
     logger.info(
@@ -170,8 +164,6 @@ def _prepare_auto(vllm_config: VllmConfig, options: Eagle3Options) -> TreeShape:
         shape = TreeShape.chain(min(AUTO_CHAIN, shape.num_nodes))
     if shape.top_k > 1:
         _prepare_for_trees(vllm_config, shape)
-    elif spec.draft_sample_method != "greedy":
-        return _always_chain(vllm_config, "its drafts are sampled, without scores")
     else:
         _take_scheduler(vllm_config)
     return shape

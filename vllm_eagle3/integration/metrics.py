@@ -31,7 +31,7 @@ class StepCounts:
     """Counts of one step, in types that vLLM's messages carry.
 
     Attributes:
-        plans: what was planned to be drafted, by kind: off, chain or tree.
+        plans: what was planned to be drafted, by kind: off, chain, tree or sampled.
         planned_nodes: for each request.
         drafted, verified: nodes.
         verified_at, accepted_at: nodes by depth, from 1 on.
@@ -130,7 +130,7 @@ class _Metrics:
             "planned_nodes", "Nodes for each request that were planned, over all steps."
         )
         self._plans = self._labelled(
-            "plans", "Plans by kind: off, chain, tree.", "kind"
+            "plans", "Plans by kind: off, chain, tree, sampled.", "kind"
         )
         self._verified_at = self._labelled(
             "verified_at_depth", "Nodes verified, by depth.", "depth"

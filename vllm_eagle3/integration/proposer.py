@@ -250,8 +250,9 @@ class Eagle3Proposer(EagleProposer):
         self.drawn = {r: d for r, d in self.drawn.items() if r in requests}
         for req_id in req_ids:
             self.drawn.pop(req_id, None)
-        # A budget cuts trees by their scores, and so would look at what was drawn.
-        if sampling.all_greedy or self.plan is not None:
+        # A budget cuts ranked drafts by their scores, and so would look at what was
+        # drawn; those it plans to sample it leaves whole.
+        if sampling.all_greedy or (self.plan is not None and not self.plan.sampled):
             return set()
         params = [requests[req_id].sampling_params for req_id in req_ids]
         return {row for row, each in enumerate(params) if self._sampling.suits(each)}
@@ -382,10 +383,12 @@ class Eagle3Proposer(EagleProposer):
         metadata: CommonAttentionMetadata,
     ) -> None:
         """Fill the head's KV cache with rows that it was not run on when they came."""
-        self.work.passes += 1
+        work, self.work = self.work, HeadWork()
         self._run(
             token_ids, positions, self.model.combine_hidden_states(features), metadata
         )
+        self.work = work
+        self.work.caught_up += len(token_ids)
 
     def _run(
         self,

@@ -28,6 +28,7 @@ from ..recording import RecordingPolicy
 from ..scratch import scratch_branches
 from ..step_cost import HeadWork
 from ..tree_runs import num_branches
+from .draft_sampling import DraftSampling, method_given
 from .head_waits import head_may_wait
 from .metrics import DraftingStats, StepCounts
 from .prefix_hits import PrefixHits
@@ -58,6 +59,7 @@ class _Drafted:
     token_ids: list[int]
     parents: list[int]
     scores: list[float]
+    sampled: bool = False
 
     @cached_property
     def branches(self) -> int:
@@ -71,6 +73,7 @@ class _Drafted:
             [self.token_ids[node] for node in new_index],
             [new_index.get(self.parents[node], -1) for node in new_index],
             [self.scores[node] for node in new_index] if self.scores else [],
+            self.sampled,
         )
 
     def first(self, count: int) -> _Drafted:
@@ -78,13 +81,17 @@ class _Drafted:
         if count >= len(self.token_ids):
             return self
         return _Drafted(
-            self.token_ids[:count], self.parents[:count], self.scores[:count]
+            self.token_ids[:count],
+            self.parents[:count],
+            self.scores[:count],
+            self.sampled,
         )
 
     def best(self, count: int) -> _Drafted:
         """The likeliest nodes, which are a tree as well: no child is likelier than its
-        parent, which stands before it. The first ones where nothing is scored."""
-        if not self.scores or count >= len(self.scores):
+        parent, which stands before it. The first ones where nothing is scored, and of
+        those that were drawn, which no cut may look at."""
+        if self.sampled or not self.scores or count >= len(self.scores):
             return self.first(count)
         likeliest = sorted(range(len(self.scores)), key=lambda node: -self.scores[node])
         return self.subset(sorted(likeliest[:count]))
@@ -135,6 +142,10 @@ class Eagle3Scheduler(Scheduler):
         self.prefix_hits = PrefixHits(self)
         self.counts = StepCounts()
         self._most_nodes: dict[str, int] = {}  # of each request, as it asked
+        self._sampling = DraftSampling(
+            method_given(self.vllm_config.speculative_config)
+        )
+        self._may_sample: set[str] = set()  # requests that may take sampled drafts
         self._drafted: dict[str, _Drafted] = {}  # waits for its step
         self._scheduled: dict[str, _Drafted] = {}  # in the step that runs
 
@@ -192,10 +203,13 @@ class Eagle3Scheduler(Scheduler):
     def add_request(self, request: Request) -> None:
         limit = node_limit(request.sampling_params, self.num_spec_tokens)
         self._most_nodes[request.request_id] = limit
+        if self._sampling.suits(request.sampling_params):
+            self._may_sample.add(request.request_id)
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._most_nodes.pop(request.request_id, None)
+        self._may_sample.discard(request.request_id)
         if self.budget is not None:
             self.budget.policy.forget(request.request_id)
         return super()._free_request(request, *args, **kwargs)
@@ -204,20 +218,21 @@ class Eagle3Scheduler(Scheduler):
         """Decide what the workers draft after this step, and say so in `output`."""
         scheduled = output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
-        is_decode = all(
-            count == 1 + len(drafts.get(req_id, ()))
-            for req_id, count in scheduled.items()
-        )
         rows = output.total_num_scheduled_tokens
+        prompt_rows = rows - len(scheduled) - sum(map(len, drafts.values()))
         branches = sum(drafted.branches for drafted in self._scheduled.values())
         plan = budget.plan(
-            scheduled.keys(), rows, branches, self._context(scheduled), is_decode
+            scheduled.keys(),
+            rows,
+            branches,
+            self._context(scheduled),
+            prompt_rows,
+            may_sample=self._may_sample.issuperset(scheduled),
         )
         nodes = 0 if plan.shape is None else plan.shape.num_nodes
         output.num_spec_tokens_to_schedule = nodes
         self.counts.planned_nodes += nodes
-        kind = "tree" if plan.shape and plan.shape.top_k > 1 else "chain"
-        self.counts.plans[kind if nodes else "off"] += 1
+        self.counts.plans[plan.kind] += 1
         return plan
 
     def _context(self, req_ids: Any) -> int:
@@ -238,7 +253,13 @@ class Eagle3Scheduler(Scheduler):
                 accepted = np.zeros(len(drafted.scores), dtype=bool)
                 accepted[path] = True
                 verdicts.append(
-                    Verdict(req_id, drafted.parents, np.array(drafted.scores), accepted)
+                    Verdict(
+                        req_id,
+                        drafted.parents,
+                        np.array(drafted.scores),
+                        accepted,
+                        drafted.sampled,
+                    )
                 )
         if self.budget is not None:
             self.budget.policy.observe_verdicts(verdicts)
@@ -278,13 +299,14 @@ class Eagle3Scheduler(Scheduler):
 
     def _chosen(self, drafts: TreeDraftTokenIds) -> list[tuple[str, _Drafted]]:
         """What the budget wants verified, or as much as has room."""
+        sampled = self.budget is not None and self.budget.last_plan.sampled
         trees = [
             (req_id, self._as_path_for_grammars(req_id, tree))
-            for req_id, tree in zip(drafts.req_ids, _read(drafts), strict=True)
+            for req_id, tree in zip(drafts.req_ids, _read(drafts, sampled), strict=True)
         ]
         self.counts.drafted += sum(len(tree.token_ids) for _, tree in trees)
         limits = self._node_limits(drafts.req_ids)
-        if self.budget is None or drafts.scores is None:
+        if self.budget is None or drafts.scores is None or sampled:
             return [(req_id, tree.best(limits[req_id])) for req_id, tree in trees]
         alive = [(r, t) for r, t in trees if t.token_ids and self._takes_drafts(r)]
         nodes = self.budget.choose(
@@ -341,12 +363,15 @@ class Eagle3Scheduler(Scheduler):
         return path
 
 
-def _read(drafts: TreeDraftTokenIds) -> list[_Drafted]:
+def _read(drafts: TreeDraftTokenIds, sampled: bool) -> list[_Drafted]:
     """Drafts by request; without parents they are chains."""
     token_ids = drafts.draft_token_ids
     parents = drafts.parents or [list(range(-1, len(t) - 1)) for t in token_ids]
     scores: Sequence[list[float]] = drafts.scores or [[] for _ in token_ids]
-    return [_Drafted(*each) for each in zip(token_ids, parents, scores, strict=True)]
+    return [
+        _Drafted(*each, sampled)
+        for each in zip(token_ids, parents, scores, strict=True)
+    ]
 
 
 def _first_run(parents: np.ndarray) -> int:

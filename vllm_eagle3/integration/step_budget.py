@@ -16,6 +16,9 @@ from ..budget import DraftPlan, Policy, ScoredDrafts
 from ..step_cost import HeadWork, StepWork
 from ..tree_runs import have_likelier_siblings
 
+# Steps with more rows of prompts than this say nothing of those without.
+MAX_PROMPT_ROWS = 512
+
 
 class StepBudget:
     """A policy, fed by the scheduler of one engine."""
@@ -40,8 +43,10 @@ class StepBudget:
                 the engine may have been idle in between.
         """
         now = self._clock()
-        if self._work is not None and any(map(is_alive, self._req_ids)):
-            work, head = self._work, self._head
+        # Catching up is paid once, and no step will cost as much again.
+        work, head = self._work, self._head
+        was_idle = not any(map(is_alive, self._req_ids))
+        if work is not None and not head.caught_up and not was_idle:
             self.policy.observe_step(
                 replace(
                     work,
@@ -59,19 +64,23 @@ class StepBudget:
         rows: int,
         branches: int,
         context: int,
-        is_decode: bool,
+        prompt_rows: int = 0,
+        may_sample: bool = False,
     ) -> DraftPlan:
         """What to draft after the step that has been scheduled.
 
         Args:
-            rows, branches: that it verifies.
+            rows, branches: that it verifies, rows of prompts among them.
             context: tokens in the KV cache, all requests together.
-            is_decode: it prefills nothing, so its duration says what a step costs.
+            prompt_rows: of these rows.
+            may_sample: all requests may take sampled drafts.
         """
         self._req_ids = req_ids
-        work = StepWork(rows, context, branches=branches)
-        self._work = work if is_decode else None
-        self.last_plan = self.policy.plan(len(req_ids), context, self._waiting)
+        work = StepWork(rows, context, branches=branches, prompt_rows=prompt_rows)
+        self._work = work if prompt_rows <= MAX_PROMPT_ROWS else None
+        self.last_plan = self.policy.plan(
+            len(req_ids), context, self._waiting, may_sample
+        )
         return self.last_plan
 
     def head_did(self, work: HeadWork) -> None:

@@ -1,0 +1,95 @@
+"""`auto` above temperature 0: the text's law is the target's, whatever is planned.
+
+Plans change from step to step between nothing, ranked drafts, which are cut by their
+scores, and sampled ones, of which nothing may be left out for what was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle
+from typing import Any
+
+import pytest
+
+from tests.engine_run import EngineHandle
+from tests.law_runs import worst_excess
+from tests.laws import LIMIT, Sampling
+from tests.test_auto import policy_of
+from tests.tree_engine import counted_commits, counted_draws
+from vllm_eagle3.budget import DraftPlan
+from vllm_eagle3.drafter import TreeShape
+
+pytestmark = pytest.mark.engine
+
+SAMPLES = 400  # of each law
+PLANS = [
+    DraftPlan(TreeShape(12, 4, 3), sampled=True),
+    DraftPlan(None),
+    DraftPlan(TreeShape(12, 4, 3)),
+    DraftPlan(TreeShape.chain(2), sampled=True),
+    DraftPlan(TreeShape(6, 4, 2), sampled=True),
+    DraftPlan(TreeShape.chain(3)),
+]
+
+
+@pytest.fixture
+def auto(engine: Any) -> EngineHandle:
+    return engine(
+        "f2",
+        "h2",
+        max_num_seqs=64,
+        num_speculative_tokens=12,
+        draft_sample_method=None,
+        additional_config={"vllm_eagle3": {"shape": "auto", "depth": 3}},
+    )
+
+
+@contextmanager
+def planned(handle: EngineHandle, plans: list[DraftPlan]) -> Iterator[None]:
+    """The budget plans in turn, and chooses as it does."""
+    policy, turns = policy_of(handle), cycle(plans)
+    policy.plan = lambda *_: next(turns)
+    try:
+        yield
+    finally:
+        del policy.plan
+
+
+def test_mixed_batch_follows_every_law_under_changing_plans(auto: EngineHandle) -> None:
+    with (
+        planned(auto, PLANS),
+        counted_draws(auto) as draws,
+        counted_commits(auto) as commits,
+    ):
+        worst, drafted = worst_excess(auto, SAMPLES)
+    assert drafted > 0
+    assert len(draws) > SAMPLES and commits.branches > SAMPLES // 2
+    assert worst < LIMIT
+
+
+def test_the_budget_samples_by_itself_and_keeps_the_law(auto: EngineHandle) -> None:
+    with counted_draws(auto) as draws:
+        worst, drafted = worst_excess(auto, 4 * SAMPLES, [Sampling(1.0)])
+    assert drafted > 0 and len(draws) > SAMPLES
+    assert worst < LIMIT
+
+
+def test_drafts_left_out_for_what_was_drawn_are_seen(
+    auto: EngineHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_eagle3.integration.scheduler import _Drafted
+
+    best = _Drafted.best
+
+    def cut(self: Any, count: int) -> Any:
+        wanted = not self.token_ids or self.token_ids[0] % 2
+        return best(self, count if wanted else 0)
+
+    monkeypatch.setattr(_Drafted, "best", cut)
+    sampled = [plan for plan in PLANS if plan.sampled]
+    with planned(auto, sampled), counted_draws(auto) as draws:
+        worst, drafted = worst_excess(auto, 4 * SAMPLES, [Sampling(1.0)])
+    assert drafted > 0 and draws
+    assert worst > LIMIT
