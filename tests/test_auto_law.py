@@ -69,11 +69,17 @@ def test_mixed_batch_follows_every_law_under_changing_plans(auto: EngineHandle) 
     assert worst < LIMIT
 
 
-def test_the_budget_samples_by_itself_and_keeps_the_law(auto: EngineHandle) -> None:
+def test_the_budget_tries_sampled_drafts_by_itself(auto: EngineHandle) -> None:
+    from vllm import SamplingParams
+
+    unseeded = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False)
+    seeded = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False, seed=1)
     with counted_draws(auto) as draws:
-        worst, drafted = worst_excess(auto, 4 * SAMPLES, [Sampling(1.0)])
-    assert drafted > 0 and len(draws) > SAMPLES
-    assert worst < LIMIT
+        run = auto.run([[9, 65]] * 2, [unseeded] * 2)
+    assert draws and run.accepted > 0
+    with counted_draws(auto) as draws:
+        run = auto.run([[9, 65]], [seeded])
+    assert not draws and run.drafted > 0
 
 
 def test_drafts_left_out_for_what_was_drawn_are_seen(
