@@ -43,6 +43,7 @@ _WORTH_TRYING = 0.8  # in parts of the best rate
 _MAX_BACKOFF = 16
 _EVALUATE_EVERY = 8  # steps
 _EVALUATE_PLAIN_EVERY = 32  # nothing is learnt of drafts meanwhile
+_ALIKE = 8  # a batch is like one whose size differs by no more than this part
 _FIRST_CONTINUATION = 0.5
 # Plain steps in a row: the first of them still verifies drafts of the step before.
 _PLAIN_TRY = 3
@@ -282,9 +283,10 @@ class DraftBudget:
 
     def _consider(self, num_reqs: int, context: int, may_sample: bool) -> None:
         """Look for a better plan, now and then and when the batch has changed."""
-        step, *before = self._evaluated_at
+        step, reqs_before, sampled_before = self._evaluated_at
         every = _EVALUATE_EVERY if self._plan.shape else _EVALUATE_PLAIN_EVERY
-        if [num_reqs, may_sample] == before and self._steps - step < every:
+        is_alike = abs(num_reqs - reqs_before) <= reqs_before // _ALIKE
+        if is_alike and may_sample == sampled_before and self._steps - step < every:
             return
         self._evaluated_at = (self._steps, num_reqs, may_sample)
         # Where it pays to end growth depends on the rate, which depends on that end.

@@ -373,6 +373,7 @@ class Eagle3Proposer(EagleProposer):
         self._levels.count()
         hidden, fed_back = self._run(token_ids, positions, features, metadata, level)
         self.work.levels += 1
+        self.work.rows += token_ids.shape[0]
         return fed_back, self.draft_logits(hidden)
 
     def catch_up(
@@ -383,12 +384,10 @@ class Eagle3Proposer(EagleProposer):
         metadata: CommonAttentionMetadata,
     ) -> None:
         """Fill the head's KV cache with rows that it was not run on when they came."""
-        work, self.work = self.work, HeadWork()
+        self.work.caught_up += token_ids.shape[0]
         self._run(
             token_ids, positions, self.model.combine_hidden_states(features), metadata
         )
-        self.work = work
-        self.work.caught_up += len(token_ids)
 
     def _run(
         self,
@@ -400,7 +399,6 @@ class Eagle3Proposer(EagleProposer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A pass of the head: (normed hidden, feature to feed back), [rows, hidden]."""
         rows = token_ids.shape[0]
-        self.work.rows += rows
         graph_mode, padded_rows, rows_across_dp = (
             self._determine_batch_execution_and_padding(rows)
         )
