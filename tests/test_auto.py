@@ -13,8 +13,8 @@ from tests.engine_run import EngineHandle
 from tests.greedy_workloads import MAX_MODEL_LEN, PlainRuns, workload
 from tests.near_ties import differing
 from tests.tree_engine import JudgedStep, counter, judged_steps, run_counted, runner_of
-from vllm_eagle3.budget import DraftPlan
 from vllm_eagle3.drafter import TreeShape
+from vllm_eagle3.policy import DraftPlan
 
 pytestmark = pytest.mark.engine
 

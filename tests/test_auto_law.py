@@ -18,8 +18,8 @@ from tests.law_runs import worst_excess
 from tests.laws import LIMIT, Sampling
 from tests.test_auto import policy_of
 from tests.tree_engine import counted_commits, counted_draws
-from vllm_eagle3.budget import DraftPlan
 from vllm_eagle3.drafter import TreeShape
+from vllm_eagle3.policy import DraftPlan
 
 pytestmark = pytest.mark.engine
 

@@ -8,14 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from vllm_eagle3.budget import (
-    BudgetLimits,
-    DraftBudget,
-    DraftPlan,
-    ScoredDrafts,
-    Verdict,
-)
+from vllm_eagle3.budget import DraftBudget
 from vllm_eagle3.drafter import TreeShape
+from vllm_eagle3.policy import BudgetLimits, DraftPlan, ScoredDrafts, Verdict
 from vllm_eagle3.sampled_drafter import sampled_shape
 from vllm_eagle3.step_cost import StepWork
 from vllm_eagle3.tree_runs import have_likelier_siblings

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from vllm_eagle3.budget import BudgetLimits
 from vllm_eagle3.drafter import TreeShape
+from vllm_eagle3.policy import BudgetLimits
 from vllm_eagle3.recording import ACCEPTANCE, STEPS, RecordingPolicy
 from vllm_eagle3.simulate import (
     CostCurve,

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_eagle3.budget import DraftPlan, ScoredDrafts
 from vllm_eagle3.drafter import TreeShape
 from vllm_eagle3.integration.step_budget import StepBudget
+from vllm_eagle3.policy import DraftPlan, ScoredDrafts
 from vllm_eagle3.step_cost import HeadWork, StepWork
 
 TREE = DraftPlan(TreeShape(8, 4, 3))

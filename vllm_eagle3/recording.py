@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .budget import BudgetLimits, DraftPlan, ScoredDrafts, Verdict
 from .drafter import TreeShape
+from .policy import BudgetLimits, DraftPlan, ScoredDrafts, Verdict
 from .step_cost import StepWork
 
 STEPS, ACCEPTANCE = "steps.jsonl", "acceptance.jsonl"

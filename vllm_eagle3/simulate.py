@@ -18,8 +18,9 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .budget import BudgetLimits, DraftBudget, DraftPlan, Policy, ScoredDrafts, Verdict
+from .budget import DraftBudget
 from .drafter import TreeShape
+from .policy import BudgetLimits, DraftPlan, Policy, ScoredDrafts, Verdict
 from .recording import ACCEPTANCE, STEPS
 from .step_cost import KNOTS, StepCost, StepWork
 from .tree_runs import have_likelier_siblings

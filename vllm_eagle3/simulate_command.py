@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .budget import BudgetLimits
 from .config import Eagle3Options
+from .policy import BudgetLimits
 from .recording import ACCEPTANCE, STEPS
 from .simulate import Comparison, compare, curve_of_steps, read_curve, read_traces
 

@@ -55,6 +55,7 @@ class HeadBacklog:
         self.drafter = drafter
         self._steps: list[_Step] = []
         self._waiting: dict[str, int] = {}  # rows of each request
+        self._bytes = 0  # of all features, asked for in every step
         self._metadata: CommonAttentionMetadata | None = None
 
     @property
@@ -70,7 +71,7 @@ class HeadBacklog:
     @property
     def is_full(self) -> bool:
         """Whether the rows of one more step have no place."""
-        return sum(step.features.nbytes for step in self._steps) >= MAX_BYTES
+        return self._bytes >= MAX_BYTES
 
     def keep(
         self,
@@ -87,6 +88,7 @@ class HeadBacklog:
         spans = dict(zip(req_ids, pairwise(bounds), strict=True))
         step = _Step(spans, token_ids.clone(), positions[:rows].clone(), features)
         self._steps.append(step)
+        self._bytes += features.nbytes
         for req_id, (first, end) in spans.items():
             self._waiting[req_id] = self._waiting.get(req_id, 0) + end - first
         self._metadata = metadata
@@ -98,12 +100,13 @@ class HeadBacklog:
             for step in self._steps:
                 step.spans.pop(req_id, None)
         self._steps = [step for step in self._steps if step.spans]
+        self._bytes = sum(step.features.nbytes for step in self._steps)
 
     def catch_up(self, input_batch: Any) -> None:
         """Run the head on all waiting rows; their requests are still in the batch."""
         if not self._steps:
             return
-        steps, self._steps, self._waiting = self._steps, [], {}
+        steps, self._steps, self._waiting, self._bytes = self._steps, [], {}, 0
         requests, index = _by_request(steps, input_batch.req_id_to_index)
         token_ids = torch.cat([step.token_ids for step in steps])
         positions = torch.cat([step.positions for step in steps])

@@ -29,8 +29,8 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from ..budget import DraftPlan
 from ..config import read_options
+from ..policy import DraftPlan
 from ..scratch import require_room, scratch_blocks, scratch_branches
 from ..step_cost import HeadWork
 from ..tree_runs import batch_trees, blocks_per_branch, num_branches

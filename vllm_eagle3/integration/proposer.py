@@ -20,9 +20,9 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from ..budget import DraftPlan
 from ..config import read_options
 from ..drafter import Advance, HeadOutput, IsEnough, TreeShape, grow
+from ..policy import DraftPlan
 from ..sampled_drafter import (
     SampledTree,
     exponential_noise,

@@ -22,8 +22,9 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from ..budget import BudgetLimits, DraftBudget, DraftPlan, Policy, Verdict
+from ..budget import DraftBudget
 from ..config import read_options
+from ..policy import BudgetLimits, DraftPlan, Policy, Verdict
 from ..recording import RecordingPolicy
 from ..scratch import scratch_branches
 from ..step_cost import HeadWork

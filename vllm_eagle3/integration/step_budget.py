@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..budget import DraftPlan, Policy, ScoredDrafts
+from ..policy import DraftPlan, Policy, ScoredDrafts
 from ..step_cost import HeadWork, StepWork
 from ..tree_runs import have_likelier_siblings
 
@@ -43,9 +43,9 @@ class StepBudget:
                 the engine may have been idle in between.
         """
         now = self._clock()
-        # Catching up is paid once, and no step will cost as much again.
         work, head = self._work, self._head
         was_idle = not any(map(is_alive, self._req_ids))
+        # Catching up is paid once, and says nothing of what steps cost.
         if work is not None and not head.caught_up and not was_idle:
             self.policy.observe_step(
                 replace(
