@@ -8,6 +8,9 @@ PY := $(VENV)/bin/python
 # Everything runs from local files; no usage report is sent.
 export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := 1
+# Byte code is kept: importing vLLM takes half as long with it, and dozens of tests start
+# processes of their own.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup test test-all quality demo soak fingerprints clean
 
