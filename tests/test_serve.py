@@ -247,9 +247,11 @@ def test_the_record_of_the_server_can_be_simulated(server: Server) -> None:
 
     folder = server.log.with_name("record")
     drafts = read_traces(folder / ACCEPTANCE)
-    assert sum(len(d.scores) for d in drafts) == server.counter("draft_tokens")
+    # Drafts of every kind were verified; those of the largest shape are kept.
+    assert {len(draft.scores) for draft in drafts} == {3}
+    assert 3 * len(drafts) < server.counter("draft_tokens")
     accepted = sum(int(d.accepted.sum()) for d in drafts)
-    assert accepted == server.counter("accepted_tokens") > 0
+    assert 0 < accepted < server.counter("accepted_tokens")
     assert all((d.scores <= 0).all() for d in drafts)
     curve = curve_of_steps(folder / STEPS)
     assert 0 < curve.verify_ms[0][1] < 1000

@@ -6,7 +6,9 @@ all of it, so that the records hold what a policy might choose, not what one cho
     steps.jsonl        a step: the fields of `StepWork`, and "seconds"
     acceptance.jsonl   a draft: "parents" and "scores" of its nodes, "accepted" nodes
 
-`simulate` reads both.
+Of drafts only those of the largest shape are kept. Smaller ones can be cut out of them;
+a smaller one says nothing of the nodes that it lacks, and taken for a large one it
+would make every larger shape look worse than it is. `simulate` reads both files.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class RecordingPolicy:
         shapes: list[TreeShape | None] = [None, limits.chain, TreeShape.chain(1)]
         shapes += [limits.tree] if limits.tree is not None else []
         self._plans = [DraftPlan(shape) for shape in shapes]
+        self._largest = limits.tree or limits.chain
+        self._top_k: dict[str, int] = {}  # request -> that of its last drafts
         self._step = 0
 
     def plan(
@@ -53,6 +57,7 @@ class RecordingPolicy:
         return self._plans[self._step % len(self._plans)]
 
     def choose(self, drafts: ScoredDrafts, context: int) -> np.ndarray:
+        self._top_k.update(dict.fromkeys(drafts.req_ids, drafts.top_k))
         place = np.arange(drafts.scores.shape[1])
         return np.isfinite(drafts.scores) & (place < drafts.max_nodes[:, None])
 
@@ -61,6 +66,8 @@ class RecordingPolicy:
 
     def observe_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
+            if not self._is_whole(verdict):
+                continue
             record = {
                 "parents": list(verdict.parents),
                 "scores": verdict.scores.round(4).tolist(),
@@ -68,8 +75,13 @@ class RecordingPolicy:
             }
             self._drafts.write(json.dumps(record) + "\n")
 
+    def _is_whole(self, verdict: Verdict) -> bool:
+        """Whether it is one of the largest shape, and nothing was cut off."""
+        is_full = len(verdict.parents) == self._largest.num_nodes
+        return is_full and self._top_k[verdict.req_id] == self._largest.top_k
+
     def forget(self, req_id: str) -> None:
-        pass
+        self._top_k.pop(req_id, None)
 
     def confidence_error(self) -> float:
         return 0.0

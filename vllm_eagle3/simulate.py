@@ -211,11 +211,11 @@ def simulate(
     """
     rng = np.random.default_rng(seed)
     places = rng.integers(len(traces), size=batch)
-    result, pending = Simulated(batch), list[TracedDraft]()
+    result, pending, plan = Simulated(batch), list[TracedDraft](), DraftPlan(None)
     for step in range(warm_up + steps):
         if step == warm_up:
             result = Simulated(batch)
-        chosen = _choose(policy, pending, batch * context)
+        chosen = _choose(policy, pending, plan, batch * context)
         plan = policy.plan(batch, batch * context)
         grown, levels = _draft(plan, traces, places)
         places = (places + 1) % len(traces)
@@ -235,7 +235,7 @@ def simulate(
 
 
 def _choose(
-    policy: Policy, drafts: Sequence[TracedDraft], context: int
+    policy: Policy, drafts: Sequence[TracedDraft], drafted_by: DraftPlan, context: int
 ) -> list[TracedDraft]:
     if not drafts:
         return []
@@ -247,7 +247,7 @@ def _choose(
         scores[row, : len(draft.scores)] = draft.scores
         depths[row, : len(draft.scores)] = draft.depths
         parents[row, : len(draft.scores)] = draft.parents
-    is_chain = all(len(d.depths) == d.depths.max(initial=0) for d in drafts)
+    shape = drafted_by.shape
     kept = policy.choose(
         ScoredDrafts(
             [str(req) for req in range(len(drafts))],
@@ -255,7 +255,7 @@ def _choose(
             depths,
             have_likelier_siblings(parents, scores),
             np.full(len(drafts), width),
-            1 if is_chain else _top_k_of(policy),
+            1 if shape is None else shape.top_k,
         ),
         context,
     )
@@ -266,11 +266,6 @@ def _choose(
 
 
 _NOTHING = np.zeros(0, dtype=int)
-
-
-def _top_k_of(policy: Policy) -> int:
-    tree = policy.limits.tree if isinstance(policy, DraftBudget) else None
-    return tree.top_k if tree is not None else 1
 
 
 def _draft(
