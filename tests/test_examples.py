@@ -56,3 +56,25 @@ def test_step_cost_has_a_line_for_every_size(models: Callable[[str], Path]) -> N
         *parts, step = map(float, line[2:])
         assert min(parts) >= 0
         assert sum(parts) == pytest.approx(step, abs=0.1)
+
+
+@pytest.mark.engine
+def test_record_example_feeds_the_simulator(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from vllm_eagle3.recording import ACCEPTANCE, STEPS
+    from vllm_eagle3.simulate import read_traces
+
+    prompts, folder = tmp_path / "prompts.txt", tmp_path / "record"
+    prompts.write_text("What is a fox?\nName a river.\n")
+    command = [sys.executable, "examples/record.py", str(folder), "--eager"]
+    command += ["--target", str(models("f2")), "--head", str(models("h2"))]
+    command += ["--prompts", str(prompts), "--batch", "1,3", "--max-tokens", "40"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    drafts = read_traces(folder / ACCEPTANCE)
+    assert {len(draft.scores) for draft in drafts} == {16}
+    assert sum(int(draft.accepted.sum()) for draft in drafts) > len(drafts)
+    assert len((folder / STEPS).read_text().splitlines()) > 10

@@ -163,6 +163,43 @@ def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
         run_simulate_command(SimulateOptions(tmp_path, batch="1,x"), console)
 
 
+def test_a_prediction_is_scored_against_a_benchmark(tmp_path: Path) -> None:
+    record(tmp_path, FREE_ROWS)
+    results, out = tmp_path / "results.json", tmp_path / "out.json"
+    known = compare(FREE_ROWS, draw_traces(1500, seed=9), LIMITS, 4, 300, 256)
+    fixed, off = known.fixed, known.fixed["off"].tokens_per_s
+    speeds = {"ours:auto": known.speed_up, "off": 1.0, "ours:chain:9": 2.0}
+    for name in ("chain:1", "chain:3"):
+        speeds[name] = fixed[name].tokens_per_s / off
+    runs = [
+        {"method": name, "batch": 4, "temperature": 0.0, "speed_up": value}
+        for name, value in speeds.items()
+    ]
+    runs += [{**runs[0], "batch": 8}, {**runs[0], "temperature": 1.0, "speed_up": 9}]
+    results.write_text(json.dumps({"runs": runs}))
+    options = SimulateOptions(
+        tmp_path, batch="1,4", num_speculative_tokens=8, against=results, out=out
+    )
+    run_simulate_command(options, Console(record=True, width=160))
+    scored = json.loads(out.read_text())["scored"]
+    names = [(row["method"], row["batch"]) for row in scored]
+    assert names == [("chain:1", 4), ("chain:3", 4), ("ours:auto", 4)]
+    for row in scored:
+        assert row["measured"] == pytest.approx(speeds[row["method"]], abs=1e-3)
+        assert abs(row["difference"]) < 0.1
+
+
+def test_a_benchmark_without_speed_ups_cannot_be_predicted(tmp_path: Path) -> None:
+    record(tmp_path, FREE_ROWS)
+    results = tmp_path / "results.json"
+    results.write_text('{"runs": [{"method": "off", "batch": 1, "temperature": 1}]}')
+    with pytest.raises(ValueError, match=r"against: .* no speed-up .* --temperature 0"):
+        run_simulate_command(SimulateOptions(tmp_path, against=results), Console())
+    results.write_text("[]")
+    with pytest.raises(ValueError, match=r"against: got .*results\.json"):
+        run_simulate_command(SimulateOptions(tmp_path, against=results), Console())
+
+
 def test_a_published_curve_gives_its_published_steps() -> None:
     curve = read_curve(ROOT / "examples/curves/h100-llama-3.1-8b.yaml")
     for length, published in ((2, 10.2), (4, 12.5), (7, 15.2)):

@@ -318,12 +318,15 @@ def simulate(
     num_speculative_tokens: Annotated[int, typer.Option(help="Of the engine.")] = 16,
     steps: Annotated[int, typer.Option(help="Of each simulated run.")] = 500,
     context: Annotated[int, typer.Option(help="Tokens of one request.")] = 256,
+    against: Annotated[
+        Path | None, typer.Option(help="results.json of a bench, to be predicted.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Predict what `auto` brings by batch size, here or on a machine that is not."""
     run_simulate_command(
         SimulateOptions(
-            record, curve, batch, num_speculative_tokens, steps, context, out
+            record, curve, batch, num_speculative_tokens, steps, context, against, out
         ),
         Console(),
     )

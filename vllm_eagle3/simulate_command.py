@@ -1,4 +1,8 @@
-"""The command `simulate`: predicted speed-up of `auto` by batch size."""
+"""The command `simulate`: predicted speed-up of `auto` by batch size.
+
+A prediction can be scored against what `bench` measured, on other prompts than those of
+the record.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ class SimulateOptions:
         num_speculative_tokens: as of the engine.
         steps: of each simulated run.
         context: tokens of one request.
+        against: `results.json` of a benchmark, to be predicted.
         out: JSON file to write.
     """
 
@@ -36,6 +41,7 @@ class SimulateOptions:
     num_speculative_tokens: int = 16
     steps: int = 500
     context: int = 256
+    against: Path | None = None
     out: Path | None = None
 
 
@@ -54,15 +60,23 @@ def run_simulate_command(options: SimulateOptions, console: Console) -> None:
     largest = Eagle3Options().tree_shape(options.num_speculative_tokens)
     assert largest is not None
     limits = BudgetLimits.below(largest)
+    sizes = _sizes(options.batch)
+    measured = None if options.against is None else read_speed_ups(options.against)
+    found = {
+        batch: compare(curve, traces, limits, batch, options.steps, options.context)
+        for batch in sizes
+    }
+    rows = [_row(batch, each) for batch, each in found.items()]
     table = _table(f"{curve.name}, {len(traces)} drafts")
-    rows = []
-    for batch in _sizes(options.batch):
-        found = compare(curve, traces, limits, batch, options.steps, options.context)
-        rows.append(_row(batch, found))
-        table.add_row(*map(str, rows[-1].values()))
+    for row in rows:
+        table.add_row(*map(str, row.values()))
     console.print(table)
+    fields = {"curve": curve.model_dump(), "drafts": len(traces), "batches": rows}
+    if measured is not None:
+        scored = _score(found, measured)
+        fields["scored"] = scored
+        console.print(_score_table(scored))
     if options.out is not None:
-        fields = {"curve": curve.model_dump(), "drafts": len(traces), "batches": rows}
         options.out.write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
 
 
@@ -87,6 +101,66 @@ def _row(batch: int, found: Comparison) -> dict[str, float | str]:
         "acceptance_length": round(found.auto.acceptance_length, 2),
         "plain_steps": f"{found.auto.plain_steps}/{found.auto.steps}",
     }
+
+
+def read_speed_ups(path: Path) -> dict[tuple[str, int], float]:
+    """(method, batch) -> its speed-up over off at temperature 0, of `results.json`.
+
+    Raises:
+        ValueError: no such file, or not one of a benchmark with such speed-ups.
+    """
+    try:
+        runs = json.loads(path.read_text("utf-8"))["runs"]
+        found = {
+            (run["method"], run["batch"]): run["speed_up"]
+            for run in runs
+            if run["temperature"] == 0 and run.get("speed_up") is not None
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"against: got {path}, want the results.json of a benchmark: {error}"
+        ) from error
+    if not found:
+        raise ValueError(
+            f"against: {path} has no speed-up over off at temperature 0; run bench "
+            "with --temperature 0"
+        )
+    return found
+
+
+def _score(
+    found: dict[int, Comparison], measured: dict[tuple[str, int], float]
+) -> list[dict[str, float | str]]:
+    """Predicted beside measured, for each method that was both."""
+    scored: list[dict[str, float | str]] = []
+    for (method, batch), speed_up in sorted(measured.items()):
+        if batch not in found:
+            continue
+        runs = found[batch].fixed | {"auto": found[batch].auto}
+        run = runs.get(method.removeprefix("ours:"))
+        if run is None or method == "off":
+            continue
+        predicted = run.tokens_per_s / found[batch].fixed["off"].tokens_per_s
+        scored.append(
+            {
+                "method": method,
+                "batch": batch,
+                "predicted": round(predicted, 3),
+                "measured": round(speed_up, 3),
+                "difference": round(predicted / speed_up - 1, 3),
+            }
+        )
+    return scored
+
+
+def _score_table(scored: list[dict[str, float | str]]) -> Table:
+    table = Table(title="speed-up over off, temperature 0")
+    for name in ("method", "batch", "predicted", "measured", "difference"):
+        table.add_column(name, justify="right")
+    for row in scored:
+        shown = {**row, "difference": f"{row['difference']:+.1%}"}
+        table.add_row(*map(str, shown.values()))
+    return table
 
 
 def _sizes(text: str) -> Sequence[int]:
