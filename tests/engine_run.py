@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class EnginePool:
             paths = (self._folder(name) if name else None for name in (target, head))
             from vllm import LLM
 
+            gc.freeze()  # what is there stays, so the collections of a start are short
             self._handle = EngineHandle(LLM(**llm_settings(*paths, **settings)))
             self._key = key
         return self._handle
@@ -151,7 +154,19 @@ class EnginePool:
             return
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        self._handle.llm.llm_engine.engine_core.shutdown()
-        self._handle = None
+        with _no_collection():
+            self._handle.llm.llm_engine.engine_core.shutdown()
+            self._handle = None
+            cleanup_dist_env_and_memory()
+        gc.unfreeze()
         gc.collect()
-        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """vLLM collects garbage four times while an engine ends; once, afterwards, will do.
+
+    With all of vLLM imported each takes as long as starting a tiny engine.
+    """
+    with mock.patch.object(gc, "collect", lambda *_: 0):
+        yield
