@@ -53,7 +53,7 @@ def _proposer(shape: TreeShape | None, trees_at_once: int) -> Any:
         "_trees_at_once": trees_at_once,
         "_sampling": DraftSampling(None),
         "_draft_noise": random_stream(0, "drafting", CPU),
-        "_advance": lambda roots: _advance,
+        "_advance": lambda roots, depth: _advance,
         "_levels": Levels(lambda planned: planned, lambda: None),
     }
     for name, value in fields.items():

@@ -57,7 +57,7 @@ def test_extreme_noise_draws_no_excluded_token(value: float) -> None:
 
 
 class PathHead:
-    """A head whose logits are a hash of the path, and which checks the lineage."""
+    """A head whose logits are a hash of the path, and which checks the parents."""
 
     def __init__(self, num_reqs: int) -> None:
         self.levels: list[list[list[tuple[int, ...]]]] = []
@@ -71,17 +71,15 @@ class PathHead:
         level: int,
         token_ids: torch.Tensor,
         features: torch.Tensor,
-        lineage: torch.Tensor,
+        parent_row: torch.Tensor,
     ) -> HeadOutput:
-        assert lineage.shape == (*token_ids.shape, level)
+        assert parent_row.shape == token_ids.shape
+        above = self.levels[-1] if level > 1 else self.roots
         paths = []
         for req, tokens in enumerate(token_ids.tolist()):
             own = []
             for row, token in enumerate(tokens):
-                *above, last = lineage[req, row].tolist()
-                assert last == row
-                parents = self.levels[-1][req] if above else self.roots[req]
-                parent = parents[above[-1] if above else 0]
+                parent = above[req][int(parent_row[req, row])]
                 assert float(features[req, row, 0]) == hash_of(parent)
                 own.append((*parent, token))
             paths.append(own)
@@ -179,12 +177,12 @@ def test_temperature_zero_is_refused() -> None:
         Edit(
             "features of the wrong row",
             "features[:, parent_row]",
-            "features[:, row[:1] * len(parent_row)]",
+            "features[:, 0 * parent_row]",
         ),
         Edit(
             "wrong ancestor",
-            "[lineage[:, parent_row],",
-            "[lineage[:, row[:1] * len(parent_row)],",
+            "parent_row.expand(",
+            "(0 * parent_row).expand(",
         ),
         Edit(
             "all siblings get the first draw",

@@ -48,7 +48,7 @@ def _drawn(num_reqs: int, temperature: torch.Tensor) -> SampledTree:
     """A tree for each request, from a head that says the wrong table's rows."""
     table, shape = half_wrong_table(), sampled_shape(TreeShape(6, 3, 3))
 
-    def advance(level, token_ids, features, lineage) -> HeadOutput:
+    def advance(level, token_ids, features, parent_row) -> HeadOutput:
         return HeadOutput(torch.zeros(*token_ids.shape, 1), table[token_ids])
 
     root = HeadOutput(

@@ -62,19 +62,21 @@ class TableHead:
         level: int,
         token_ids: torch.Tensor,
         features: torch.Tensor,
-        lineage: torch.Tensor,
+        parent_row: torch.Tensor,
     ) -> HeadOutput:
-        assert lineage.shape == (*token_ids.shape, level)
-        own = torch.arange(token_ids.shape[1]).expand_as(token_ids)
-        assert torch.equal(lineage[..., -1], own)
-        paths = [
+        assert parent_row.shape == token_ids.shape
+        above = self.level if level > 1 else [[(r,)] for r in range(self.num_reqs)]
+        self.level = [
             [
                 (*self.paths[int(features[r, w, 0])], int(token_ids[r, w]))
                 for w in range(token_ids.shape[1])
             ]
             for r in range(self.num_reqs)
         ]
-        return self._say(paths)
+        for r, paths in enumerate(self.level):
+            parents = [above[r][row] for row in parent_row[r].tolist()]
+            assert [path[:-1] for path in paths] == parents
+        return self._say(self.level)
 
     def _say(self, paths: list[list[tuple[int, ...]]]) -> HeadOutput:
         flat = list(itertools.chain(*paths))

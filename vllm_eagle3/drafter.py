@@ -48,12 +48,11 @@ class HeadOutput:
     logits: torch.Tensor
 
 
-# advance(level, token_ids, features, lineage) -> HeadOutput
+# advance(level, token_ids, features, parent_row) -> HeadOutput
 #   level: 1 for children of the root, 2 for theirs, ...
 #   token_ids: [num_reqs, rows], target ids
 #   features: [num_reqs, rows, hidden], fed back by the parents
-#   lineage: [num_reqs, rows, level], row of each ancestor among the rows of its level;
-#            the last column is the row itself
+#   parent_row: [num_reqs, rows], row of each one's parent in the level before
 Advance = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], HeadOutput]
 # is_enough(level, scores) -> whether growth may end after this level, given [num_reqs,
 #   rows], the cumulative log-probabilities of the nodes that would be run next
@@ -92,7 +91,7 @@ def _grow_chain(
     """One node a level; where nobody asks for its score, it is not computed."""
     output, drafts, scores = root, [], []
     score = root.logits.new_zeros(root.logits.shape[:2], dtype=torch.float32)
-    lineage = root.logits.new_zeros((root.logits.shape[0], 1, depth), dtype=torch.int64)
+    parent_row = torch.zeros_like(score, dtype=torch.int64)
     for level in range(1, depth + 1):
         token_ids = argmax(output.logits)  # [num_reqs, 1]
         if is_enough is not None:
@@ -103,7 +102,7 @@ def _grow_chain(
         scores.append(score)
         if level == depth or (is_enough is not None and is_enough(level, score)):
             break
-        output = advance(level, token_ids, output.features, lineage[..., :level])
+        output = advance(level, token_ids, output.features, parent_row)
     return chain(torch.cat(drafts, dim=1), torch.cat(scores, dim=1))
 
 
@@ -122,50 +121,53 @@ def _grow_tree(
     shape: TreeShape,
     is_enough: IsEnough | None,
 ) -> DraftTree:
-    num_reqs, device = root.logits.shape[0], root.logits.device
+    num_reqs, top_k, device = len(root.logits), shape.top_k, root.logits.device
     reqs = torch.arange(num_reqs, device=device)[:, None]
     output = root
     frontier_node = torch.full((num_reqs, 1), ROOT, device=device)
     frontier_score = torch.zeros(num_reqs, 1, device=device)
-    lineage = torch.zeros((num_reqs, 1, 0), dtype=torch.int64, device=device)
     tokens, parents, scores, num_grown = [], [], [], 0
     for level in range(1, shape.depth + 1):
         # [num_reqs, rows, top_k]: children of every row of the frontier
-        log_q, ids = output.logits.float().log_softmax(-1).topk(shape.top_k, dim=-1)
+        log_q, ids = output.logits.float().log_softmax(-1).topk(top_k, dim=-1)
         if to_target_ids is not None:
             ids = to_target_ids[ids]
         score = (frontier_score[..., None] + log_q).flatten(1)
         tokens.append(ids.flatten(1))
-        parents.append(frontier_node.repeat_interleave(shape.top_k, dim=1))
+        parents.append(frontier_node[..., None].expand_as(ids).flatten(1))
         scores.append(score)
-        if level == shape.depth or _is_settled(scores, shape.num_nodes):
+        if level == shape.depth:
             break
         # The next frontier: the best children, whoever their parents are.
-        frontier_score, child = score.topk(min(shape.top_k, score.shape[1]), dim=1)
+        frontier_score, child = score.topk(min(top_k, score.shape[1]), dim=1)
+        if _is_settled(scores, frontier_score[:, 0], shape.num_nodes):
+            break
         if is_enough is not None and is_enough(level, frontier_score):
             break
-        parent_row = child // shape.top_k
+        parent_row = child // top_k
         frontier_node = child + num_grown
         num_grown += score.shape[1]
-        rows = torch.arange(child.shape[1], device=device).expand_as(child)
-        lineage = torch.cat([lineage[reqs, parent_row], rows[..., None]], dim=-1)
         features = output.features[reqs, parent_row]
-        output = advance(level, tokens[-1][reqs, child], features, lineage)
+        output = advance(level, tokens[-1].gather(1, child), features, parent_row)
     return _keep_best(
         torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), shape
     )
 
 
-def _is_settled(scores: list[torch.Tensor], num_nodes: int) -> bool:
+def _is_settled(
+    scores: list[torch.Tensor],  # of each level, [num_reqs, nodes]
+    best: torch.Tensor,  # [num_reqs], of the last level
+    num_nodes: int,
+) -> bool:
     """Whether no child of the last level can be among the best `num_nodes`.
 
     Asking costs a device synchronisation, so only the CPU asks.
     """
-    grown = torch.cat(scores, 1)
-    if grown.device.type != "cpu" or grown.shape[1] < num_nodes:
+    num_grown = sum(score.shape[1] for score in scores)
+    if best.device.type != "cpu" or num_grown < num_nodes:
         return False
-    worst_kept = grown.topk(num_nodes, dim=1).values[:, -1]
-    return bool((scores[-1].max(1).values <= worst_kept).all())
+    worst_kept = torch.cat(scores, 1).topk(num_nodes, dim=1).values[:, -1]
+    return bool((best <= worst_kept).all())
 
 
 def _keep_best(

@@ -87,6 +87,8 @@ class PlainHead:
         # layer -> (k, v), [1, kv_heads, length, head_dim]
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.levels: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
+        # [rows, level]: row of each ancestor in its level; the last is the row itself
+        self.lineage = torch.empty((0, 0), dtype=torch.int64)
 
     @property
     def length(self) -> int:
@@ -113,18 +115,21 @@ class PlainHead:
         level: int,
         token_ids: torch.Tensor,  # [1, rows]
         features: torch.Tensor,  # [1, rows, hidden]
-        lineage: torch.Tensor,  # [1, rows, level]
+        parent_row: torch.Tensor,  # [1, rows]
     ) -> HeadOutput:
         """Run one level of a tree (an `Advance`)."""
         # Extended rows end at the root's parent position, so level 1 follows them.
         positions = torch.full(token_ids.shape, self.length + level - 1)
         self.levels = [*self.levels[: level - 1], {}]
+        own = torch.arange(token_ids.shape[1])[:, None]
+        above = own[:, :0] if level == 1 else self.lineage[parent_row[0]]
+        self.lineage = torch.cat([above, own], dim=-1)
 
         def attend(
             layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         ) -> torch.Tensor:
             self.levels[-1][layer] = (k, v)
-            keys, values, visible = self._with_ancestors(layer, lineage)
+            keys, values, visible = self._with_ancestors(layer)
             return F.scaled_dot_product_attention(
                 q, keys, values, attn_mask=visible, enable_gqa=True
             )
@@ -146,17 +151,17 @@ class PlainHead:
         )
 
     def _with_ancestors(
-        self, layer: int, lineage: torch.Tensor
+        self, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Prefix and all levels side by side; a row sees only its own ancestors."""
         blocks = [self.cache[layer], *(level[layer] for level in self.levels)]
         keys = torch.cat([k for k, _ in blocks], dim=2)
         values = torch.cat([v for _, v in blocks], dim=2)
-        rows = lineage.shape[1]
+        rows = len(self.lineage)
         visible = [torch.ones(rows, self.length, dtype=torch.bool)]
         for j, level in enumerate(self.levels):
             width = level[layer][0].shape[2]
-            visible.append(lineage[0, :, j, None] == torch.arange(width))
+            visible.append(self.lineage[:, j, None] == torch.arange(width))
         return keys, values, torch.cat(visible, dim=1)
 
     def _output(self, hidden: torch.Tensor) -> HeadOutput:

@@ -177,7 +177,6 @@ def grow_sampled(
     """
     _validate(root, shape, temperature)
     noise_of_level = noise.split(shape.parents_by_level, dim=1)
-    lineage = root.logits.new_zeros((len(noise), 1, 0), dtype=torch.int64)
     output, drafts, laws = root, [], []
     for level, counts in enumerate(shape.children, start=1):
         # Only nodes with children are run: `row` is a child's parent among those.
@@ -190,13 +189,12 @@ def grow_sampled(
         if level == len(shape.children):
             break
         running = [node for node, count in enumerate(shape.children[level]) if count]
-        parent_row = [row[node] for node in running]
-        own_row = torch.arange(len(running), device=lineage.device)
-        lineage = torch.cat(
-            [lineage[:, parent_row], own_row.expand(len(noise), -1)[..., None]], dim=-1
-        )
+        parent_row = torch.tensor([row[node] for node in running], device=noise.device)
         output = advance(
-            level, drafts[-1][:, running], output.features[:, parent_row], lineage
+            level,
+            drafts[-1][:, running],
+            output.features[:, parent_row],
+            parent_row.expand(len(noise), -1),
         )
     return _assemble(torch.cat(drafts, 1), torch.cat(laws, 1), shape)
 

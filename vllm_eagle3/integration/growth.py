@@ -8,7 +8,7 @@ request of one token, and whole blocks are copied, so no kernel or layout is inv
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from ..drafter import HeadOutput
+from ..drafter import HeadOutput, TreeShape
 from .block_copies import BlockCopies
 
 
@@ -56,6 +56,26 @@ def single_rows(
     )
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Where the rows of every level lie, worked out once for all of them.
+
+    A level is a short pass, and each small operation beside it waits for a cold cache.
+
+    Attributes:
+        positions, seq_lens, slots: [levels, num_reqs, rows].
+    """
+
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: torch.Tensor
+
+    @classmethod
+    def of(cls, *tensors: torch.Tensor) -> _Rows:
+        """Of tensors that broadcast; kernels read those of a level without strides."""
+        return cls(*(each.contiguous() for each in torch.broadcast_tensors(*tensors)))
+
+
 class ChainGrowth:
     """Chains: row after row behind each request's last confirmed token."""
 
@@ -65,39 +85,59 @@ class ChainGrowth:
         metadata: CommonAttentionMetadata,
         positions: torch.Tensor,  # [num_reqs], of the last confirmed tokens
         seq_lens: torch.Tensor,  # [num_reqs], with them
+        depth: int,  # of the chain
     ) -> None:
         self.proposer = proposer
         self.positions = positions
         self.seq_lens = seq_lens
-        self.metadata = single_rows(metadata, proposer.arange, positions.shape[0])
+        self.metadata = metadata
+        self.depth = depth
 
     def advance(
         self,
         level: int,
         token_ids: torch.Tensor,  # [num_reqs, 1]
         features: torch.Tensor,  # [num_reqs, 1, hidden]
-        lineage: torch.Tensor,
+        parent_row: torch.Tensor,
     ) -> HeadOutput:
-        proposer, limit = self.proposer, self.proposer.max_model_len
-        positions = self.positions + level
-        inside = positions < limit
-        # A draft past the limit is never scheduled; its row only must do no harm.
-        positions = torch.where(inside, positions, 0)
-        seq_lens = torch.where(inside, self.seq_lens + level, 1)
-        block = positions // proposer.block_size
-        block_ids = self.metadata.block_table_tensor.gather(1, block[:, None].long())
-        slots = block_ids[:, 0] * proposer.block_size + positions % proposer.block_size
+        if level == 1:
+            self._begin()
+        rows, limit = self.rows, self.proposer.max_model_len
         metadata = replace(
-            self.metadata,
-            seq_lens=seq_lens.to(self.metadata.seq_lens.dtype),
+            self.single,
+            seq_lens=rows.seq_lens[level - 1, :, 0],
             max_seq_len=min(self.metadata.max_seq_len + level, limit),
-            slot_mapping=torch.where(inside, slots, PADDING_SLOT_ID),
+            slot_mapping=rows.slots[level - 1, :, 0],
             seq_lens_cpu_upper_bound=self._upper_bound(level),
         )
-        fed_back, logits = proposer.run_level(
-            token_ids[:, 0], positions, features[:, 0], metadata, level
+        fed_back, logits = self.proposer.run_level(
+            token_ids[:, 0],
+            rows.positions[level - 1, :, 0],
+            features[:, 0],
+            metadata,
+            level,
         )
         return HeadOutput(fed_back[:, None], logits[:, None])
+
+    def _begin(self) -> None:
+        self.single = single_rows(
+            self.metadata, self.proposer.arange, len(self.positions)
+        )
+        steps = self.proposer.arange[1 : self.depth, None]
+        positions = self.positions + steps  # [levels, num_reqs]
+        inside = positions < self.proposer.max_model_len
+        # A draft past the limit is never scheduled; its row only must do no harm.
+        positions = torch.where(inside, positions, 0)
+        seq_lens = torch.where(inside, self.seq_lens + steps, 1)
+        block = (positions // self.proposer.block_size).long()
+        block_ids = self.metadata.block_table_tensor.gather(1, block.T).T
+        in_block = positions % self.proposer.block_size
+        slots = block_ids * self.proposer.block_size + in_block
+        self.rows = _Rows.of(
+            positions[..., None],
+            seq_lens.to(self.metadata.seq_lens.dtype)[..., None],
+            torch.where(inside, slots, PADDING_SLOT_ID)[..., None],
+        )
 
     def _upper_bound(self, level: int) -> torch.Tensor | None:
         bound = self.metadata.seq_lens_cpu_upper_bound
@@ -123,73 +163,97 @@ class TreeGrowth:
         self.blocks = BlockCopies([layer.kv_cache for layer in layers])
         self.block_size = block_size
         half = len(scratch) // 2
-        ids = torch.from_numpy(scratch).to(proposer.device)
-        self.halves = ids[:half], ids[half : 2 * half]
+        ids = torch.from_numpy(scratch[: 2 * half]).to(proposer.device)
+        self.halves = ids.view(2, half, -1)
         self.max_rows = half  # of a level, all trees together
-        self.last_level = self.halves[0]  # blocks of the rows of the level before
 
     def begin(
         self,
         metadata: CommonAttentionMetadata,
         positions: torch.Tensor,  # [num_reqs], of the last confirmed tokens
+        shape: TreeShape,
     ) -> None:
-        """Start the trees of one proposal."""
+        """Start the trees of one proposal; no level has more rows than `top_k`."""
         self.metadata = metadata
         self.positions = positions
-        self.first_block = (positions + 1) // self.block_size
-        # Drafts may leave the table's last block; columns behind it hold scratch.
-        width = self.halves[0].shape[1]
-        self.table = torch.nn.functional.pad(metadata.block_table_tensor, (0, width))
+        self.shape = shape
 
     def advance(
         self,
         level: int,
         token_ids: torch.Tensor,  # [num_reqs, rows]
         features: torch.Tensor,  # [num_reqs, rows, hidden]
-        lineage: torch.Tensor,  # [num_reqs, rows, level]
+        parent_row: torch.Tensor,  # [num_reqs, rows]
     ) -> HeadOutput:
-        num_reqs, rows = token_ids.shape
-        blocks = self._own_blocks(level, lineage)  # [num_reqs, rows, width]
-        positions = (self.positions + level)[:, None].expand(num_reqs, rows)
-        offset = positions // self.block_size - self.first_block[:, None]
-        own = blocks.gather(2, offset[..., None])[..., 0]
-        slots = own * self.block_size + positions % self.block_size
-        table = self.table[:, None].repeat(1, rows, 1)
-        width = torch.arange(blocks.shape[2], device=blocks.device)
-        columns = self.first_block[:, None] + width
-        columns = columns[:, None].expand_as(blocks)
-        table.scatter_(2, columns, blocks.to(table.dtype))
-        lens = (positions + 1).flatten()
-        metadata = single_rows(self.metadata, self.proposer.arange, num_reqs * rows)
+        if level == 1:
+            self._begin()
+        num_reqs, num_rows = token_ids.shape
+        self._copy_blocks(level, parent_row)
+        rows = self.rows
         fed_back, logits = self.proposer.run_level(
             token_ids.flatten(),
-            # Rotary tables end at the model's length; so do drafts that matter.
-            positions.flatten().clamp(max=self.proposer.max_model_len - 1),
+            rows.positions[level - 1, :, :num_rows].flatten(),
             features.flatten(0, 1),
             replace(
-                metadata,
-                seq_lens=lens.to(metadata.seq_lens.dtype),
+                self._single_rows(num_reqs * num_rows),
+                seq_lens=rows.seq_lens[level - 1, :, :num_rows].flatten(),
                 seq_lens_cpu_upper_bound=None,
                 max_seq_len=self.metadata.max_seq_len + level,
-                block_table_tensor=table.flatten(0, 1),
-                slot_mapping=slots.flatten(),
+                block_table_tensor=self.tables[level % 2, :, :num_rows].flatten(0, 1),
+                slot_mapping=rows.slots[level - 1, :, :num_rows].flatten(),
             ),
             level,
         )
-        shape = (num_reqs, rows, -1)
+        shape = (num_reqs, num_rows, -1)
         return HeadOutput(fed_back.view(shape), logits.view(shape))
 
-    def _own_blocks(self, level: int, lineage: torch.Tensor) -> torch.Tensor:
-        """Give each row its blocks, filled with what its parent sees."""
-        num_reqs, rows, _ = lineage.shape
-        own = self.halves[level % 2][: num_reqs * rows].view(num_reqs, rows, -1)
+    def _begin(self) -> None:
+        num_reqs, top_k, size = len(self.positions), self.shape.top_k, self.block_size
+        self.first_block = (self.positions + 1) // size
+        steps = self.proposer.arange[1 : self.shape.depth].long()
+        positions = self.positions + steps[:, None]  # [levels, num_reqs]
+        column = (positions // size - self.first_block)[..., None, None].long()
+        # [2, num_reqs, top_k, width]: the blocks of each row, by turns
+        self.own = self.halves[:, : num_reqs * top_k].view(2, num_reqs, top_k, -1)
+        own = self.own[steps % 2]
+        block_ids = own.gather(3, column.expand(-1, -1, top_k, -1))[..., 0]
+        in_block = (positions % size)[..., None]
+        lens = (positions + 1).to(self.metadata.seq_lens.dtype)
+        # Rotary tables end at the model's length; so do drafts that matter.
+        inside = positions.clamp(max=self.proposer.max_model_len - 1)
+        self.rows = _Rows.of(
+            inside[..., None], lens[..., None], block_ids * size + in_block
+        )
+        self._make_tables()
+        self.single: CommonAttentionMetadata | None = None
+
+    def _make_tables(self) -> None:
+        """Block tables of the rows, [2, num_reqs, top_k, columns]."""
+        _, num_reqs, top_k, width = self.own.shape
+        # Drafts may leave the table's last block; columns behind it hold scratch.
+        table = torch.nn.functional.pad(self.metadata.block_table_tensor, (0, width))
+        self.root_block = table.gather(1, self.first_block[:, None].long())
+        self.tables = table[None, :, None].repeat(2, 1, top_k, 1)
+        columns = self.first_block[:, None] + self.proposer.arange[:width]
+        self.tables.scatter_(
+            3,
+            columns[None, :, None].expand(2, num_reqs, top_k, width).long(),
+            self.own.to(table.dtype),
+        )
+
+    def _single_rows(self, num_rows: int) -> CommonAttentionMetadata:
+        if self.single is None or self.single.num_reqs != num_rows:
+            self.single = single_rows(self.metadata, self.proposer.arange, num_rows)
+        return self.single
+
+    def _copy_blocks(self, level: int, parent_row: torch.Tensor) -> None:
+        """Fill the blocks of each row with what its parent sees."""
+        own = self.own[level % 2, :, : parent_row.shape[1]]
         if level == 1:
-            columns = self.first_block[:, None].long()
-            source = self.table.gather(1, columns).long().expand(num_reqs, rows)
+            source = self.root_block.expand_as(own[..., 0])
             self.blocks.copy(source.flatten(), own[..., 0].flatten())
-        else:
-            reqs = torch.arange(num_reqs, device=lineage.device)[:, None]
-            parents = self.last_level[reqs, lineage[..., -2]]
-            self.blocks.copy(parents.flatten(), own.flatten())
-        self.last_level = own
-        return own
+            return
+        parents = self.own[1 - level % 2].gather(
+            1, parent_row[..., None].expand(-1, -1, own.shape[2])
+        )
+        self.blocks.copy(parents.flatten(), own.flatten())

@@ -93,6 +93,8 @@ class Eagle3Proposer(EagleProposer):
         self.last_parents: list[list[int]] | None = None
         self.last_scores: list[list[float]] | None = None
         self.work = HeadWork()
+        model = vllm_config.model_config
+        self._has_plain_positions = not (self.uses_mrope or model.uses_mrope)
         # What the budget wants drafted; None where the shape never changes.
         self.plan: DraftPlan | None = None
         # Ours keeps all of q where it is needed; vLLM's own way is not used.
@@ -225,7 +227,7 @@ class Eagle3Proposer(EagleProposer):
         trees = [
             grow(
                 part.output,
-                self._advance(part),
+                self._advance(part, shape.depth),
                 self._to_target_ids,
                 shape,
                 self._enough(len(part.requests) / len(roots.requests)),
@@ -262,12 +264,12 @@ class Eagle3Proposer(EagleProposer):
         at_once = self._trees_at_once if self._tree_shape else max(len(requests), 1)
         return [requests[n : n + at_once] for n in range(0, len(requests), at_once)]
 
-    def _advance(self, roots: Roots) -> Advance:
+    def _advance(self, roots: Roots, depth: int) -> Advance:
         if self._tree_shape is None:
             return ChainGrowth(
-                self, roots.metadata, roots.positions, roots.seq_lens
+                self, roots.metadata, roots.positions, roots.seq_lens, depth
             ).advance
-        self._tree_growth.begin(roots.metadata, roots.positions)
+        self._tree_growth.begin(roots.metadata, roots.positions, self._tree_shape)
         return self._tree_growth.advance
 
     def _draw(
@@ -283,7 +285,7 @@ class Eagle3Proposer(EagleProposer):
         )
         return grow_sampled(
             roots.output,
-            self._advance(roots),
+            self._advance(roots, limits.depth),
             self._to_target_ids,
             shape,
             temperature[roots.requests],
@@ -417,6 +419,14 @@ class Eagle3Proposer(EagleProposer):
         ):
             hidden, fed_back = self.model(**inputs)
         return hidden[:rows], fed_back[:rows]
+
+    def _set_positions(self, num_tokens: int, positions: torch.Tensor) -> None:
+        # vLLM's works out anew what kind of positions the target has, in every pass of
+        # the head, which takes longer than all copies of its inputs.
+        if self._has_plain_positions:
+            self.positions[:num_tokens] = positions
+        else:
+            super()._set_positions(num_tokens, positions)
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """One pass at profile size, and the levels of engines that are not idle."""
