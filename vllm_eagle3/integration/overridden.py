@@ -83,6 +83,7 @@ PROPOSER = (
     f"{_PROPOSER}.build_per_group_and_layer_attn_metadata",
     f"{_PROPOSER}._determine_batch_execution_and_padding",
     f"{_PROPOSER}._get_slot_mapping",
+    f"{_PROPOSER}._set_positions",
     f"{_PROPOSER}._sample_draft_tokens",
     f"{_PROPOSER}.prepare_next_token_ids_padded",
     f"{_PROPOSER}.dummy_run",
