@@ -192,7 +192,10 @@ def test_a_prediction_is_scored_against_a_benchmark(tmp_path: Path) -> None:
 def test_a_benchmark_without_speed_ups_cannot_be_predicted(tmp_path: Path) -> None:
     record(tmp_path, FREE_ROWS)
     results = tmp_path / "results.json"
-    results.write_text('{"runs": [{"method": "off", "batch": 1, "temperature": 1}]}')
+    off = {"method": "off", "batch": 1, "temperature": 0, "speed_up": 1.0}
+    warm = {**off, "method": "chain:1", "temperature": 1, "speed_up": 1.2}
+    noisy = {**off, "method": "chain:1", "speed_up": None}
+    results.write_text(json.dumps({"runs": [off, warm, noisy]}))
     with pytest.raises(ValueError, match=r"against: .* no speed-up .* --temperature 0"):
         run_simulate_command(SimulateOptions(tmp_path, against=results), Console())
     results.write_text("[]")

@@ -114,7 +114,9 @@ def read_speed_ups(path: Path) -> dict[tuple[str, int], float]:
         found = {
             (run["method"], run["batch"]): run["speed_up"]
             for run in runs
-            if run["temperature"] == 0 and run.get("speed_up") is not None
+            if run["method"] != "off"
+            and run["temperature"] == 0
+            and run.get("speed_up") is not None
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -123,7 +125,7 @@ def read_speed_ups(path: Path) -> dict[tuple[str, int], float]:
     if not found:
         raise ValueError(
             f"against: {path} has no speed-up over off at temperature 0; run bench "
-            "with --temperature 0"
+            "with --temperature 0, and with more --repeats if they were too noisy"
         )
     return found
 
@@ -138,7 +140,7 @@ def _score(
             continue
         runs = found[batch].fixed | {"auto": found[batch].auto}
         run = runs.get(method.removeprefix("ours:"))
-        if run is None or method == "off":
+        if run is None:
             continue
         predicted = run.tokens_per_s / found[batch].fixed["off"].tokens_per_s
         scored.append(
