@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from vllm_eagle3.drafter import TreeShape
-from vllm_eagle3.policy import BudgetLimits
+from vllm_eagle3.policy import BudgetLimits, ScoredDrafts, Verdict
 from vllm_eagle3.recording import ACCEPTANCE, STEPS, RecordingPolicy
 from vllm_eagle3.simulate import (
     CostCurve,
@@ -145,6 +145,27 @@ def test_a_record_gives_the_curve_and_the_drafts_back(tmp_path: Path) -> None:
         assert accepted_of(traces, shape) == pytest.approx(
             accepted_of(TRACES, shape), rel=0.06
         )
+
+
+def test_a_request_may_be_aborted_while_its_drafts_are_verified(tmp_path: Path) -> None:
+    policy, draft = RecordingPolicy(LIMITS, tmp_path), TRACES[0]
+    drafts = ScoredDrafts(
+        ["stays", "aborted"],
+        np.tile(draft.scores, (2, 1)),
+        np.tile(draft.depths, (2, 1)),
+        np.zeros((2, 8), dtype=bool),
+        np.full(2, 8),
+        top_k=2,
+    )
+    policy.choose(drafts, 100)
+    policy.forget("aborted")
+    policy.observe_verdicts(
+        [
+            Verdict(req_id, draft.parents.tolist(), draft.scores, draft.accepted)
+            for req_id in drafts.req_ids
+        ]
+    )
+    assert len(read_traces(tmp_path / ACCEPTANCE)) == 1
 
 
 def accepted_of(traces: list[TracedDraft], shape: TreeShape) -> float:

@@ -78,7 +78,8 @@ class RecordingPolicy:
     def _is_whole(self, verdict: Verdict) -> bool:
         """Whether it is one of the largest shape, and nothing was cut off."""
         is_full = len(verdict.parents) == self._largest.num_nodes
-        return is_full and self._top_k[verdict.req_id] == self._largest.top_k
+        # A request may have been aborted while its drafts were verified.
+        return is_full and self._top_k.get(verdict.req_id) == self._largest.top_k
 
     def forget(self, req_id: str) -> None:
         self._top_k.pop(req_id, None)
